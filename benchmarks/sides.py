@@ -1,0 +1,176 @@
+"""One process of one side of a measurement: builds its training, then runs steps when it is told to.
+
+    controller                          every process of a side
+        <-- {"rank": 1}                 on its own connection, when model and data stand
+        --> {"run": 20, "warm": 1}
+        <-- {"seconds": ..., ...}       of the 20 steps; the warm ones before them are not counted
+        --> {"stop": true}
+
+A process that waits for its next command sleeps in recv: it must not disturb the other side, as a rank that waits
+inside a message would.  `throughput.py` starts these processes and holds the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.data import corpus
+from mpitrain.data.tokens import Batch, Tokens
+from mpitrain.models.gpt import GPTConfig
+
+
+class Task(NamedTuple):
+    """What both sides train.  batch: sequences of the global batch; ranks: processes of each side."""
+
+    layers: int
+    width: int
+    heads: int
+    seq_len: int
+    batch: int
+    ranks: int
+    dropout: float
+    dtype: str
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's sizes."""
+        names = ("layers", "width", "heads", "seq_len", "dropout")
+        return GPTConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets of a step over all ranks."""
+        return self.batch * self.seq_len
+
+
+LR, WEIGHT_DECAY, BETAS, CLIP = 1e-3, 0.1, (0.9, 0.99), 1.0
+SEED = 1
+
+
+class Side(NamedTuple):
+    """A training that stands ready: its rank, one step (this process's loss; see `total`), and a meeting of its ranks.
+
+    total: whether the loss that a step returns is the whole one on every rank, else the sum over ranks is.
+    """
+
+    rank: int
+    step: Callable[[Batch], float]
+    meet: Callable[[], None]
+    total: bool
+
+
+def mpitrain_side(task: Task) -> Side:
+    """The side of mpitrain, on NumPy; under mpirun if there is more than one rank."""
+    from mpitrain.comm.mesh import Mesh
+    from mpitrain.comm.world import world
+    from mpitrain.models.gpt import GPT
+    from mpitrain.optim import AdamW
+    from mpitrain.pipeline.executor import Executor
+    from mpitrain.pipeline.passes import with_update
+    from mpitrain.pipeline.schedules import one_stage
+
+    everyone = world()
+    assert everyone.size == task.ranks, (everyone.size, task.ranks)
+    mesh = Mesh(everyone, dp=task.ranks)
+    model = GPT(task.config, mesh, seed=SEED, dtype=np.dtype(task.dtype))
+    optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    executor = Executor(model, optimizer, mesh, with_update(one_stage(1)), clip=CLIP)
+    return Side(mesh.dp.rank, executor.step, everyone.barrier, total=True)
+
+
+def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
+    """The side of PyTorch, the twin; under DDP with gloo if there is more than one process."""
+    import torch
+    import torch.distributed as dist
+    from twin import TwinTrainer
+
+    torch.set_num_threads(1)
+    if task.ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=task.ranks)
+    trainer = TwinTrainer(
+        task.config,
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        betas=BETAS,
+        clip=CLIP,
+        seed=SEED,
+        dtype=task.dtype,
+    )
+    targets = task.tokens_per_step
+    meet = dist.barrier if task.ranks > 1 else lambda: None
+    return Side(rank, lambda batch: trainer.step(batch, targets).item(), meet, total=False)
+
+
+def serve(side: Side, task: Task, connection: Any) -> None:
+    """Answer commands until told to stop."""
+    tokens = Tokens(corpus.load(), task.seq_len, SEED)
+    done = 0
+    commands, replies = connection.makefile("r"), connection.makefile("w")
+
+    def reply(**values: Any) -> None:
+        replies.write(json.dumps(values) + "\n")
+        replies.flush()
+
+    reply(rank=side.rank, total=side.total)
+    for line in commands:
+        command = json.loads(line)
+        if "stop" in command:
+            return
+        warm, steps, begun = command["warm"], command["run"], _usage()
+        batches = [tokens.batch_at(done + i, task.batch, side.rank, task.ranks) for i in range(warm + steps)]
+        done += warm + steps
+        for batch in batches[:warm]:
+            side.step(batch)
+        side.meet()
+        before, start = _usage(), time.perf_counter()
+        losses = [side.step(batch) for batch in batches[warm:]]
+        seconds, after = time.perf_counter() - start, _usage()
+        reply(
+            seconds=seconds,
+            cpu=after.cpu - before.cpu,
+            cpu_in_all=after.cpu - begun.cpu,
+            faults=(after.faults - before.faults) / steps,
+            peak_bytes=after.peak_bytes,
+            loss=losses[-1],
+        )
+
+
+class Usage(NamedTuple):
+    """Of this process since its start: CPU seconds, page faults; and the most memory that it ever held."""
+
+    cpu: float
+    faults: int
+    peak_bytes: int
+
+
+def _usage() -> Usage:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(usage.ru_utime + usage.ru_stime, usage.ru_minflt, usage.ru_maxrss * 1024)
+
+
+def main() -> None:
+    """Arguments: side, path of the controller's socket, the task as JSON; for PyTorch also rank and rendezvous file."""
+    name, address, task_text, *rest = sys.argv[1:]
+    task = Task(**json.loads(task_text))
+    side = mpitrain_side(task) if name == "mpitrain" else torch_side(task, int(rest[0]), rest[1])
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        serve(side, task, connection)
+    if name == "torch" and task.ranks > 1:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.pop("MPITRAIN_NP", None)
+    main()

@@ -1,0 +1,194 @@
+"""Write what the pages show of the code's own tables: options, collectives, the picture of a step.
+
+    python docs/generate.py            rewrite what is out of date
+    python docs/generate.py --check    only say what is; exit code 1 if anything is
+
+A table stands in its page between `<!-- generated: NAME -->` and `<!-- end -->`; the text around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+_PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def options_table() -> str:
+    """Every setting of a training run, a table a group."""
+    from mpitrain.config import GROUPS, OPTIONS
+
+    lines: list[str] = []
+    for name, option in OPTIONS.items():
+        if name in GROUPS:
+            lines += ["", f"### {GROUPS[name]}", "", "| flag | default | allowed | meaning |", "|---|---|---|---|"]
+        flag = f"`{option.flag}`" + (f", `{option.off}`" if option.off else "")
+        default = option.unset.removeprefix("default").lstrip(": ") or _word(option.default)
+        allowed = "on or off" if option.kind is bool else option.allowed if option.within or option.choices else "text"
+        lines.append(f"| {flag} | {default} | {allowed} | {option.help} |".replace("|PATH", "\\|PATH"))
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def models_table() -> str:
+    """The named models and their sizes."""
+    from mpitrain.config import MODELS, SIZES
+
+    lines = ["| name | " + " | ".join(size.replace("_", " ") for size in SIZES) + " |", "|---" * (1 + len(SIZES)) + "|"]
+    lines += [
+        f"| `{name}` | " + " | ".join(str(sizes[size]) for size in SIZES) + " |" for name, sizes in MODELS.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def collectives_table() -> str:
+    """The arrows between states, with the duals that their backward is."""
+    from mpitrain import collectives
+    from mpitrain.collectives import ARROWS, Along
+    from mpitrain.spec import dual
+
+    def name_of(side: object, *, of_gradient: bool = False) -> str:
+        if isinstance(side, Along):
+            return f"Shard({side.argument})"
+        return str(dual(side) if of_gradient else side)
+
+    lines = ["| function | arrow | gradient | meaning | backward | cost |", "|---" * 6 + "|"]
+    for arrow in ARROWS:
+        name = arrow.title()
+        function = getattr(collectives, name)
+        text = inspect.getdoc(function) or ""
+        arguments = ", ".join(
+            str(p.replace(annotation=p.empty)) for p in inspect.signature(function).parameters.values()
+        )
+        start, end = arrow.arrow
+        lines.append(
+            f"| `{name}({arguments})` | {name_of(start)} -> {name_of(end)} "
+            f"| {name_of(end, of_gradient=True)} -> {name_of(start, of_gradient=True)} "
+            f"| {text.partition('   ')[0]} | {_said(text, 'Backward')} | {_said(text, 'Cost')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _said(docstring: str, word: str) -> str:
+    """The sentence behind `Word:` in a docstring, without its full stop."""
+    found = re.search(rf"^{word}: (.*)$", docstring, re.MULTILINE)
+    return found[1].partition(".  ")[0].removesuffix(".") if found else ""
+
+
+def verbs_table() -> str:
+    """The verbs of a communicator, from their signatures and docstrings."""
+    from mpitrain.comm.communicator import Communicator
+
+    lines = ["| verb | meaning | cost |", "|---|---|---|"]
+    for name, verb in vars(Communicator).items():
+        if name.startswith("_") or not inspect.isfunction(verb):
+            continue
+        text = inspect.getdoc(verb) or ""
+        arguments = [str(p.replace(annotation=p.empty)) for p in inspect.signature(verb).parameters.values()][1:]
+        summary = " ".join(text.split("\n\n")[0].split())
+        lines.append(f"| `{name}({', '.join(arguments)})` | {summary} | {_said(text, 'Cost')} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------- the picture of a step
+
+_COLOURS = {
+    "LOAD": "#e4e7eb",
+    "COUNT": "#ffd9a0",
+    "F": "#b9d7f5",
+    "B": "#bfe5c3",
+    "REDUCE": "#ffd9a0",
+    "STEP": "#d9c9f2",
+}
+_SENDS = {"COUNT": "1 integer", "REDUCE": "the gradients", "STEP": "2 numbers"}
+
+
+def step_picture() -> str:
+    """Two ranks and the list of actions that each runs in a step of two micro-batches."""
+    from mpitrain.pipeline.passes import with_update
+    from mpitrain.pipeline.schedules import one_stage
+
+    (row,) = with_update(one_stage(2))
+    widths = [112 if a.kind in ("F", "B") else 74 if a.kind == "LOAD" else 84 for a in row]
+    left, height, tops = 76, 36, (34, 116)
+    total = left + sum(widths) + 6 * len(row) + 14
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} 186" width="{total}" height="186"'
+        ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13">',
+        "<title>The actions of one step on two ranks</title>",
+        f'<rect width="{total}" height="186" rx="8" fill="#ffffff"/>',
+    ]
+    for rank, top in enumerate(tops):
+        parts.append(f'<text x="16" y="{top + 23}" fill="#52606d">rank {rank}</text>')
+        x = left
+        for action, width in zip(row, widths, strict=True):
+            middle = x + width / 2
+            parts.append(
+                f'<rect x="{x}" y="{top}" width="{width}" height="{height}" rx="5" fill="{_COLOURS[action.kind]}"/>'
+            )
+            parts.append(f'<text x="{middle:g}" y="{top + 23}" text-anchor="middle" fill="#1f2933">{action}</text>')
+            if rank == 0 and action.kind in _SENDS:
+                parts.append(_both_ways(middle, tops[0] + height + 4, tops[1] - 4))
+            if rank == 1 and action.kind in _SENDS:
+                parts.append(
+                    f'<text x="{middle:g}" y="{top + height + 20}" text-anchor="middle" fill="#b4690e" font-size="11">'
+                    f"{_SENDS[action.kind]}</text>"
+                )
+            x += width + 6
+    parts.append(
+        f'<text x="{left}" y="22" fill="#52606d" font-size="11">time, not to scale; arrows are all-reduces</text>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _both_ways(x: float, top: float, bottom: float) -> str:
+    low, high = x - 4, x + 4
+    up = f"M{low:g} {top + 7:g} L{x:g} {top:g} L{high:g} {top + 7:g}"
+    down = f"M{low:g} {bottom - 7:g} L{x:g} {bottom:g} L{high:g} {bottom - 7:g}"
+    return f'<path d="M{x:g} {top:g} V{bottom:g} {up} {down}" fill="none" stroke="#b4690e" stroke-width="1.6"/>'
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options_table,
+    "models": models_table,
+    "collectives": collectives_table,
+    "verbs": verbs_table,
+}
+PICTURES: dict[str, Callable[[], str]] = {"images/step.svg": step_picture}
+
+
+def current() -> dict[Path, str]:
+    """What every page and picture with generated parts has to be."""
+    texts: dict[Path, str] = {}
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if _PART.search(text):
+            texts[page] = _PART.sub(lambda part: part[1] + TABLES[part[2]]() + part[4], text)
+    texts.update((DOCS / name, draw()) for name, draw in PICTURES.items())
+    return texts
+
+
+def main(argv: list[str]) -> int:
+    """Rewrite, or with --check compare."""
+    stale = [path for path, text in current().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" not in argv:
+        for path in stale:
+            path.write_text(current()[path], encoding="utf-8")
+    for path in stale:
+        print(path.relative_to(DOCS.parent))
+    return 1 if stale and "--check" in argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""From settings to parts: corpus, model, optimizer, executor, each as the settings say.
+
+Whatever can be wrong is said on every rank at once: a rank that fails alone (a file that only one host lacks) tells the
+others by `together`, so that all stop with the same error instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from mpitrain.backend import DTYPES
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import World
+from mpitrain.config import Config, check_memory
+from mpitrain.data import corpus as corpora
+from mpitrain.data.corpus import Corpus
+from mpitrain.errors import DataError, UserError
+from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.optim.adam import AdamW
+from mpitrain.optim.lr import warmup_cosine, warmup_updates
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.sgd import Sgd
+from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.passes import with_update
+from mpitrain.pipeline.schedules import one_stage
+
+T = TypeVar("T")
+
+
+def together(world: World, work: Callable[[], T], *, here: bool = True) -> T | None:
+    """Do something that can fail on one rank only, and agree on how it went.
+
+    Args:
+        world: all ranks, which all call this.
+        work: what to do.
+        here: whether this rank does it.
+
+    Returns:
+        What `work` returned; None on ranks that had nothing to do.
+
+    Raises:
+        UserError: the error of the first rank that failed, on every rank.
+    """
+    result: T | None = None
+    error: UserError | None = None
+    if here:
+        try:
+            result = work()
+        except UserError as raised:
+            error = raised
+        except OSError as raised:
+            error = UserError(f"{raised.filename or 'a file of the run'}: {raised.strerror or raised}.")
+    world.agree(error)
+    return result
+
+
+def run_folder(config: Config, world: World) -> Path:
+    """The folder of the run: the one that is given, or a new one in `runs/` whose name the first rank chooses."""
+    if config.run is not None:
+        return Path(config.run)
+    name = f"{config.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" if world.rank == 0 else ""
+    return Path("runs") / str(world.exchange(name)[0])
+
+
+def read_corpus(config: Config, world: World) -> Corpus:
+    """The corpus, proven to be the same on all ranks.
+
+    Raises:
+        DataError: it cannot be read, or ranks on different hosts read different text.
+    """
+    corpus = together(world, lambda: corpora.load(config.data))
+    assert corpus is not None
+    hashes = world.exchange(corpus.sha256)
+    odd = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+    if odd:
+        raise DataError(
+            f"{corpus.source} is not the same text on all ranks: rank {odd[0]} reads sha256 {hashes[odd[0]][:12]}, "
+            f"rank 0 {hashes[0][:12]}.\nGive every host the same file with --data PATH, and the same Python."
+        )
+    return corpus
+
+
+def gpt_config(config: Config, vocab: int) -> GPTConfig:
+    """The sizes of the model."""
+    return GPTConfig(
+        vocab=vocab,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        seq_len=config.seq_len,
+        dropout=config.dropout,
+        tied=config.tied,
+        gelu=config.gelu,
+    )
+
+
+def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
+    """The model with its initial values.
+
+    Raises:
+        ConfigError: it cannot fit into this host's memory.
+    """
+    sizes = gpt_config(config, corpus.vocab_size)
+    here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    together(mesh.world, lambda: check_memory(config, sizes.num_parameters, mesh.dp.size, here, memory))
+    return GPT(sizes, mesh, seed=config.seed, dtype=DTYPES[config.dtype])
+
+
+def build_optimizer(config: Config, model: GPT) -> Optimizer:
+    """The optimizer over all parameters of this rank."""
+    if config.optimizer == "sgd":
+        return Sgd(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    return AdamW(model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+
+
+def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh, steps: int) -> Executor:
+    """The executor with its schedule, reducer, clipping and learning rates for a run of `steps`."""
+    reducer: Reducer
+    if config.reducer == "bucketed":
+        reducer = BucketedReducer(model.flats, mesh, bucket_bytes=round(config.bucket_mib * 2**20))
+    else:
+        reducer = FlatReducer(model.flats, mesh)
+    warmup = warmup_updates(config.warmup, steps)
+    return Executor(
+        model,
+        optimizer,
+        mesh,
+        with_update(one_stage(config.microbatches)),
+        reducer=reducer,
+        clip=config.clip,
+        lr=lambda update: warmup_cosine(update, steps, warmup, config.lr),
+    )

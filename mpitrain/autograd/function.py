@@ -1,0 +1,104 @@
+"""An operation: two pure functions next to each other, and the one place where it is recorded.
+
+    class Square(Function):
+        @staticmethod
+        def forward(x):
+            return x * x, (x,)                       # the value, and what backward needs
+
+        @staticmethod
+        def backward(grad, x, *, wanted):
+            return (2 * x * grad,)                   # one gradient an input
+
+`forward` changes no input and no hidden state.  What backward needs is *returned*, not stashed: so the tape can print
+it, measure it, compress it, move it to the host or drop it, without the operation knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any, ClassVar
+
+from mpitrain.autograd.tape import PATH, TAPE
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array
+from mpitrain.events import LISTENERS, Event, tell
+
+
+class Function:
+    """An operation and its vector-Jacobian product.
+
+    Subclasses define two static methods:
+
+        forward(*arrays, **static) -> (y, saved)
+            arrays: the inputs' arrays (constants as given); static: keyword arguments that are no tensors.
+            y: an array, or a tuple of arrays; saved: a tuple of arrays (or None) for backward.
+        backward(grad, *saved, wanted, **static) -> gradients
+            grad: the gradient of y (a tuple if y was one, None for outputs that nobody used);
+            wanted: one bool an input; returns one gradient an input with exactly its shape and dtype, None where it is
+            not wanted.  A gradient may be `Lazy` (see `mpitrain.autograd.lazy`): a product that is not computed yet.
+
+    Class attributes:
+        linear: indexes of the inputs in which the operation is (jointly) linear; states across ranks pass through.
+        weight_side: True for cast, copy, transpose and all_gather: of a weight they make a weight.
+        takes_lazy: True if backward accepts a `Lazy` gradient; else it is computed first.
+    """
+
+    linear: ClassVar[Container[int]] = ()
+    weight_side: ClassVar[bool] = False
+    takes_lazy: ClassVar[bool] = False
+
+    forward: ClassVar[Any]
+    backward: ClassVar[Any]
+
+    @classmethod
+    def title(cls) -> str:
+        """The name that tapes and events print: the class name in snake_case."""
+        name = cls.__name__
+        return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+    @classmethod
+    def apply(cls, *inputs: Any, **static: Any) -> Any:
+        """Run forward and, if a tape runs and an input wants a gradient, record the node.
+
+        Args:
+            inputs: Tensors; anything else (arrays, numbers) is a constant.
+
+        Returns:
+            A Tensor, or a tuple of Tensors where forward returns a tuple.
+        """
+        recorded = False
+        arrays = []
+        for t in inputs:
+            if isinstance(t, Tensor):
+                arrays.append(t.data)
+                recorded = recorded or t.requires_grad
+            else:
+                arrays.append(t)
+        listeners = LISTENERS.get()
+        if listeners:
+            info = {"path": PATH.get(), "function": cls, "inputs": arrays, "static": static}
+            tell(listeners, Event("op", "begin", cls.title(), info))
+            y, saved = cls.forward(*arrays, **static)
+            tell(listeners, Event("op", "end", cls.title(), {**info, "output": y, "saved": saved}))
+        else:
+            y, saved = cls.forward(*arrays, **static)
+        many = type(y) is tuple
+        outputs = tuple([Tensor(array) for array in y]) if many else (Tensor(y),)
+        if recorded:
+            tape = TAPE.get()
+            if tape is not None:
+                tape.record(cls, inputs, outputs, saved, static, PATH.get())
+        return outputs if many else outputs[0]
+
+
+def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
+    """Sum `grad` down to `shape`, the shape that was broadcast to it: the backward of broadcasting.
+
+    Every dim that was added in front, or stretched from length 1, is summed over.
+    """
+    if grad.shape == shape:
+        return grad
+    extra = grad.ndim - len(shape)
+    dims = tuple(range(extra))
+    dims += tuple(i + extra for i, length in enumerate(shape) if length == 1 and grad.shape[i + extra] != 1)
+    return grad.sum(axis=dims, keepdims=True).reshape(shape) if dims else grad.reshape(shape)

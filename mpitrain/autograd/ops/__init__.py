@@ -1,0 +1,143 @@
+"""Operations on tensors, as functions; importing this package also gives `Tensor` its operators and methods.
+
+    arithmetic   add sub mul div pow maximum minimum where
+    elementwise  neg abs exp log sqrt tanh sigmoid relu clip sin cos erf
+    linalg       matmul
+    reduce       sum mean max min var logsumexp softmax log_softmax
+    shape        reshape transpose swap broadcast_to concat split stack pad squeeze expand cast
+    index        getitem take gather_along
+    fused        linear gelu_tanh gelu_erf layer_norm attention softmax_cross_entropy dropout
+
+Every one broadcasts as NumPy does, works in float64, float32 and (with sums in float32) float16, and gives each input a
+gradient of exactly its shape and dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.autograd.ops.arithmetic import add, div, maximum, minimum, mul, pow, sub, where
+from mpitrain.autograd.ops.elementwise import abs, clip, cos, erf, exp, log, neg, relu, sigmoid, sin, sqrt, tanh
+from mpitrain.autograd.ops.fused import (
+    IGNORE,
+    attention,
+    dropout,
+    gelu_erf,
+    gelu_tanh,
+    layer_norm,
+    linear,
+    softmax_cross_entropy,
+)
+from mpitrain.autograd.ops.index import gather_along, getitem, take
+from mpitrain.autograd.ops.linalg import matmul
+from mpitrain.autograd.ops.reduce import log_softmax, logsumexp, max, mean, min, softmax, sum, var
+from mpitrain.autograd.ops.shape import (
+    broadcast_to,
+    cast,
+    concat,
+    expand,
+    pad,
+    reshape,
+    split,
+    squeeze,
+    stack,
+    swap,
+    transpose,
+)
+from mpitrain.autograd.tensor import Tensor
+
+__all__ = [
+    "IGNORE",
+    "abs",
+    "add",
+    "attention",
+    "broadcast_to",
+    "cast",
+    "clip",
+    "concat",
+    "cos",
+    "div",
+    "dropout",
+    "erf",
+    "exp",
+    "expand",
+    "gather_along",
+    "gelu_erf",
+    "gelu_tanh",
+    "getitem",
+    "layer_norm",
+    "linear",
+    "log",
+    "log_softmax",
+    "logsumexp",
+    "matmul",
+    "max",
+    "maximum",
+    "mean",
+    "min",
+    "minimum",
+    "mul",
+    "neg",
+    "pad",
+    "pow",
+    "relu",
+    "reshape",
+    "sigmoid",
+    "sin",
+    "softmax",
+    "softmax_cross_entropy",
+    "split",
+    "sqrt",
+    "squeeze",
+    "stack",
+    "sub",
+    "sum",
+    "swap",
+    "take",
+    "tanh",
+    "transpose",
+    "var",
+    "where",
+]
+
+
+def _install(**methods: Any) -> None:
+    for name, method in methods.items():
+        setattr(Tensor, name, method)
+
+
+_install(
+    __add__=add,
+    __radd__=lambda x, other: add(other, x),
+    __sub__=sub,
+    __rsub__=lambda x, other: sub(other, x),
+    __mul__=mul,
+    __rmul__=lambda x, other: mul(other, x),
+    __truediv__=div,
+    __rtruediv__=lambda x, other: div(other, x),
+    __pow__=pow,
+    __rpow__=lambda x, other: pow(other, x),
+    __neg__=neg,
+    __abs__=abs,
+    __matmul__=matmul,
+    __rmatmul__=lambda x, other: matmul(other, x),
+    __getitem__=getitem,
+    __iter__=lambda x: (getitem(x, i) for i in range(len(x))),
+    abs=abs,
+    astype=cast,
+    clip=clip,
+    exp=exp,
+    log=log,
+    max=max,
+    mean=mean,
+    min=min,
+    reshape=reshape,
+    sqrt=sqrt,
+    squeeze=squeeze,
+    sum=sum,
+    swap=swap,
+    tanh=tanh,
+    transpose=transpose,
+    var=var,
+    T=property(transpose),
+)

@@ -1,0 +1,267 @@
+"""Operations on two operands, element by element, with NumPy's broadcasting.
+
+The gradient of an operand that was broadcast is summed back to its shape, that of one that was promoted is cast back to
+its dtype.  A number (also NumPy's float64 scalars) takes the dtype of the tensor that it meets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.autograd.function import Function, unbroadcast
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array, array_module
+from mpitrain.errors import ShapeError
+
+Kind = tuple[tuple[int, ...], Any]
+
+
+def _kind(x: Any, y: Array) -> Kind | None:
+    """What an input's gradient must look like, where that differs from the output's: (shape, dtype)."""
+    shape = getattr(x, "shape", None)
+    if shape is None or (shape == y.shape and x.dtype == y.dtype):
+        return None
+    return shape, x.dtype
+
+
+def _fit(grad: Array, kind: Kind | None) -> Array:
+    """The gradient summed and cast down to the input that was broadcast or promoted."""
+    return grad if kind is None else unbroadcast(grad, kind[0]).astype(kind[1], copy=False)
+
+
+def _like(grad: Array, x: Array) -> Array:
+    """The same for an input that is at hand."""
+    if grad.shape == x.shape and grad.dtype == x.dtype:
+        return grad
+    return unbroadcast(grad, x.shape).astype(x.dtype, copy=False)
+
+
+class Add(Function):
+    """a + b."""
+
+    linear = (0, 1)
+
+    @staticmethod
+    def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
+        y = a + b
+        return y, (_kind(a, y), _kind(b, y))
+
+    @staticmethod
+    def backward(grad: Array, a: Kind | None, b: Kind | None, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        return _fit(grad, a) if wanted[0] else None, _fit(grad, b) if wanted[1] else None
+
+
+class Sub(Function):
+    """a - b."""
+
+    linear = (0, 1)
+
+    @staticmethod
+    def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
+        y = a - b
+        return y, (_kind(a, y), _kind(b, y))
+
+    @staticmethod
+    def backward(grad: Array, a: Kind | None, b: Kind | None, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        return _fit(grad, a) if wanted[0] else None, -_fit(grad, b) if wanted[1] else None
+
+
+class Mul(Function):
+    """a * b, for two arrays; saves both."""
+
+    linear = (0,)
+
+    @staticmethod
+    def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
+        return a * b, (a, b)
+
+    @staticmethod
+    def backward(grad: Array, a: Array, b: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        return _like(grad * b, a) if wanted[0] else None, _like(grad * a, b) if wanted[1] else None
+
+
+class Scale(Function):
+    """x times a number; saves nothing."""
+
+    linear = (0,)
+
+    @staticmethod
+    def forward(x: Array, *, factor: float) -> tuple[Array, tuple[Any, ...]]:
+        return x * factor, ()
+
+    @staticmethod
+    def backward(grad: Array, *, wanted: tuple[bool, ...], factor: float) -> tuple[Any, ...]:
+        return (grad * factor,)
+
+
+class Div(Function):
+    """a / b; saves b and the quotient, or only b where that is a number."""
+
+    linear = (0,)
+
+    @staticmethod
+    def forward(a: Array, b: Any) -> tuple[Array, tuple[Any, ...]]:
+        y = a / b
+        return y, (b, y if hasattr(b, "shape") else None, _kind(a, y))
+
+    @staticmethod
+    def backward(grad: Array, b: Any, y: Array | None, a: Kind | None, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        da = grad / b
+        return _fit(da, a) if wanted[0] else None, _like(-da * y, b) if wanted[1] else None
+
+
+class Pow(Function):
+    """x to the power of a number."""
+
+    @staticmethod
+    def forward(x: Array, *, exponent: float) -> tuple[Array, tuple[Any, ...]]:
+        return x**exponent, (x,)
+
+    @staticmethod
+    def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...], exponent: float) -> tuple[Any, ...]:
+        if exponent == 0:  # 0 * x**-1 would be NaN at 0
+            return (array_module(x).zeros_like(x),)
+        if exponent == 2:
+            return (grad * (x * 2),)
+        return (grad * (exponent * x ** (exponent - 1)),)
+
+
+class Power(Function):
+    """a to the power of b, elementwise; the slope in b is 0 where a is 0."""
+
+    @staticmethod
+    def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
+        y = a**b
+        return y, (a, b, y)
+
+    @staticmethod
+    def backward(grad: Array, a: Any, b: Any, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        xp = array_module(grad)
+        da = db = None
+        if wanted[0]:
+            less = xp.where(b == 0, 0, b - 1)  # the slope of a**0 is 0, also at a = 0
+            da = _like(grad * (b * a**less), a)
+        if wanted[1]:
+            log = xp.log(xp.where(a == 0, 1, a))
+            db = _like(grad * (y * log), b)
+        return da, db
+
+
+class Maximum(Function):
+    """The larger of two; where they are equal each gets half of the gradient."""
+
+    @staticmethod
+    def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
+        return array_module(a, b).maximum(a, b), (a, b)
+
+    @staticmethod
+    def backward(grad: Array, a: Any, b: Any, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        return _share(grad, a, b, a > b, wanted)
+
+
+class Minimum(Function):
+    """The smaller of two; where they are equal each gets half of the gradient."""
+
+    @staticmethod
+    def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
+        return array_module(a, b).minimum(a, b), (a, b)
+
+    @staticmethod
+    def backward(grad: Array, a: Any, b: Any, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        return _share(grad, a, b, a < b, wanted)
+
+
+def _share(grad: Array, a: Any, b: Any, wins: Array, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    tie = a == b
+    half = grad * 0.5
+    da = _like(grad * wins + half * tie, a) if wanted[0] else None
+    db = _like(grad * ~(wins | tie) + half * tie, b) if wanted[1] else None
+    return da, db
+
+
+class Where(Function):
+    """a where the condition holds, else b."""
+
+    linear = (1, 2)
+
+    @staticmethod
+    def forward(condition: Array, a: Any, b: Any) -> tuple[Array, tuple[Any, ...]]:
+        y = array_module(condition, a, b).where(condition, _number_as(a, b), _number_as(b, a))
+        return y, (condition, _kind(a, y), _kind(b, y))
+
+    @staticmethod
+    def backward(
+        grad: Array, condition: Array, a: Kind | None, b: Kind | None, *, wanted: tuple[bool, ...]
+    ) -> tuple[Any, ...]:
+        # A choice, not a product with the condition: an infinite gradient must not leak as NaN to the other side.
+        where = array_module(grad).where
+        nothing = grad.dtype.type(0)
+        da = _fit(where(condition, grad, nothing), a) if wanted[1] else None
+        db = _fit(where(condition, nothing, grad), b) if wanted[2] else None
+        return None, da, db
+
+
+def _number_as(x: Any, other: Any) -> Any:
+    """A Python number in the other operand's dtype, so that it does not promote it."""
+    dtype = getattr(other, "dtype", None)
+    return x if hasattr(x, "dtype") or dtype is None else dtype.type(x)
+
+
+# ------------------------------------------------------------------------------------------------------- as functions
+
+
+def _apply(function: type[Function], *operands: Any) -> Tensor:
+    numbers = [float(x) if isinstance(x, float) else x for x in operands]
+    try:
+        return function.apply(*numbers)
+    except ValueError as error:
+        if isinstance(error, ShapeError):
+            raise
+        shapes = " and ".join([str(getattr(x, "shape", x)) for x in operands])
+        raise ShapeError(f"{function.title()}: shapes {shapes} do not broadcast") from None
+
+
+def add(a: Any, b: Any) -> Tensor:
+    """a + b."""
+    return _apply(Add, a, b)
+
+
+def sub(a: Any, b: Any) -> Tensor:
+    """a - b."""
+    return _apply(Sub, a, b)
+
+
+def mul(a: Any, b: Any) -> Tensor:
+    """a * b."""
+    if isinstance(b, (int, float)):
+        return Scale.apply(a, factor=float(b))
+    if isinstance(a, (int, float)):
+        return Scale.apply(b, factor=float(a))
+    return _apply(Mul, a, b)
+
+
+def div(a: Any, b: Any) -> Tensor:
+    """a / b."""
+    return _apply(Div, a, b)
+
+
+def pow(x: Any, exponent: Any) -> Tensor:
+    """x ** exponent, for a number or, elementwise, a tensor."""
+    if isinstance(exponent, (int, float)):
+        return Pow.apply(x, exponent=exponent if isinstance(exponent, int) else float(exponent))
+    return _apply(Power, x, exponent)
+
+
+def maximum(a: Any, b: Any) -> Tensor:
+    """The larger of two; equal ones share the gradient."""
+    return _apply(Maximum, a, b)
+
+
+def minimum(a: Any, b: Any) -> Tensor:
+    """The smaller of two; equal ones share the gradient."""
+    return _apply(Minimum, a, b)
+
+
+def where(condition: Array, a: Any, b: Any) -> Tensor:
+    """a where the bool array `condition` is True, else b."""
+    return _apply(Where, condition, a, b)

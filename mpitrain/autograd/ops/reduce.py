@@ -1,0 +1,252 @@
+"""Operations along dims: sums, maxima, softmax.  Sums are formed in at least float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpitrain import kernels
+from mpitrain.autograd.function import Function
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array, array_module
+from mpitrain.errors import ShapeError
+from mpitrain.kernels.blocks import wide
+
+Dims = tuple[int, ...]
+
+
+def _total(x: Array, dims: Dims, keepdims: bool) -> Array:
+    y = x.sum(axis=dims, keepdims=keepdims, dtype=wide(x.dtype))
+    return y.astype(x.dtype, copy=False)
+
+
+def _spread(y: Array, shape: tuple[int, ...], dims: Dims) -> Array:
+    """A reduced array with its lost dims back, of length 1."""
+    return y.reshape(tuple([1 if i in dims else n for i, n in enumerate(shape)]))
+
+
+class Sum(Function):
+    """Sum over dims; its gradient is a broadcast view."""
+
+    linear = (0,)
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
+        return _total(x, dims, keepdims), (x.shape,)
+
+    @staticmethod
+    def backward(
+        grad: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
+    ) -> tuple[Any, ...]:
+        return (array_module(grad).broadcast_to(_spread(grad, shape, dims), shape),)
+
+
+class Mean(Function):
+    """Mean over dims."""
+
+    linear = (0,)
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
+        compute = wide(x.dtype)
+        y = x.sum(axis=dims, keepdims=keepdims, dtype=compute) / _count(x.shape, dims)
+        return y.astype(x.dtype, copy=False), (x.shape,)
+
+    @staticmethod
+    def backward(
+        grad: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
+    ) -> tuple[Any, ...]:
+        each = _spread(grad, shape, dims) / _count(shape, dims)
+        return (array_module(grad).broadcast_to(each, shape),)
+
+
+def _count(shape: tuple[int, ...], dims: Dims) -> int:
+    return math.prod([shape[dim] for dim in dims])
+
+
+class Max(Function):
+    """Maximum over dims; equal maxima share the gradient."""
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
+        y = x.max(axis=dims, keepdims=keepdims)
+        return y, (x, y)
+
+    @staticmethod
+    def backward(
+        grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
+    ) -> tuple[Any, ...]:
+        hits = x == _spread(y, x.shape, dims)
+        each = _spread(grad, x.shape, dims) / hits.sum(axis=dims, keepdims=True).astype(x.dtype)
+        return (hits * each,)
+
+
+class Min(Max):
+    """Minimum over dims; equal minima share the gradient."""
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
+        y = x.min(axis=dims, keepdims=keepdims)
+        return y, (x, y)
+
+
+class Logsumexp(Function):
+    """log(sum(exp(x))) over dims, without overflow."""
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
+        xp = array_module(x)
+        z = x.astype(wide(x.dtype), copy=False)
+        lowest = xp.finfo(z.dtype).min
+        highest = xp.maximum(z.max(axis=dims, keepdims=True), lowest)  # -inf - -inf would be NaN
+        total = xp.exp(z - highest).sum(axis=dims, keepdims=True)
+        y = xp.log(xp.maximum(total, xp.finfo(z.dtype).tiny)) + highest
+        y = xp.where(total > 0, y, -math.inf).astype(z.dtype, copy=False)
+        shape = y.shape if keepdims else tuple([n for i, n in enumerate(x.shape) if i not in dims])
+        return y.reshape(shape).astype(x.dtype, copy=False), (x, y)
+
+    @staticmethod
+    def backward(
+        grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
+    ) -> tuple[Any, ...]:
+        xp = array_module(x)
+        p = x - xp.maximum(y, xp.finfo(y.dtype).min)
+        xp.exp(p, out=p)
+        p *= _spread(grad, x.shape, dims)
+        return (p.astype(x.dtype, copy=False),)
+
+
+class Var(Function):
+    """Variance over dims: the mean squared distance from the mean, in two passes."""
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool, correction: int) -> tuple[Array, tuple[Any, ...]]:
+        centered = _centered(x, dims)
+        y = (centered * centered).sum(axis=dims, keepdims=keepdims) / (_count(x.shape, dims) - correction)
+        return y.astype(x.dtype, copy=False), (x,)
+
+    @staticmethod
+    def backward(
+        grad: Array, x: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool, correction: int
+    ) -> tuple[Any, ...]:
+        dx = _centered(x, dims)
+        dx *= _spread(grad, x.shape, dims)
+        dx *= 2.0 / (_count(x.shape, dims) - correction)
+        return (dx.astype(x.dtype, copy=False),)
+
+
+def _centered(x: Array, dims: Dims) -> Array:
+    z = x.astype(wide(x.dtype), copy=False)
+    return z - z.sum(axis=dims, keepdims=True) / _count(x.shape, dims)
+
+
+class Softmax(Function):
+    """exp(x) over its sum along a dim; saves its value."""
+
+    @staticmethod
+    def forward(x: Array, mask: Array | None = None, *, dim: int) -> tuple[Array, tuple[Any, ...]]:
+        y = kernels.softmax(x, dim, mask)
+        return y, (y,)
+
+    @staticmethod
+    def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...], dim: int) -> tuple[Any, ...]:
+        return (kernels.softmax_backward(grad, y, dim), None)[: len(wanted)]
+
+
+class LogSoftmax(Function):
+    """x - logsumexp(x) along a dim; saves its value."""
+
+    @staticmethod
+    def forward(x: Array, *, dim: int) -> tuple[Array, tuple[Any, ...]]:
+        xp = array_module(x)
+        y = x.astype(wide(x.dtype), copy=True)
+        y -= xp.maximum(y.max(axis=dim, keepdims=True), xp.finfo(y.dtype).min)
+        y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
+        y = y.astype(x.dtype, copy=False)
+        return y, (y,)
+
+    @staticmethod
+    def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...], dim: int) -> tuple[Any, ...]:
+        xp = array_module(y)
+        p = y.astype(wide(y.dtype), copy=True)
+        xp.exp(p, out=p)
+        p *= grad.sum(axis=dim, keepdims=True, dtype=p.dtype)
+        return (xp.subtract(grad, p).astype(y.dtype, copy=False),)
+
+
+# ------------------------------------------------------------------------------------------------------- as functions
+
+
+def dims_of(x: Tensor, dim: int | Dims | None, op: str) -> Dims:
+    """All dims for None, else the given ones counted from 0.
+
+    Raises:
+        ShapeError: a dim that x does not have, or one twice.
+    """
+    if dim is None:
+        return tuple(range(x.ndim))
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = tuple([d + x.ndim if d < 0 else d for d in given])
+    if len(set(dims)) != len(dims) or any(not 0 <= d < x.ndim for d in dims):
+        raise ShapeError(f"{op}: dim {dim} of a tensor of shape {x.shape}")
+    return dims
+
+
+def _some(x: Tensor, dims: Dims, op: str) -> Dims:
+    if _count(x.shape, dims) == 0:
+        raise ShapeError(f"{op} over dims {dims} of a tensor of shape {x.shape}: there are no elements")
+    return dims
+
+
+def sum(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
+    """Sum over a dim, several, or all."""
+    return Sum.apply(x, dims=dims_of(x, dim, "sum"), keepdims=keepdims)
+
+
+def mean(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
+    """Mean over a dim, several, or all."""
+    return Mean.apply(x, dims=_some(x, dims_of(x, dim, "mean"), "mean"), keepdims=keepdims)
+
+
+def max(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
+    """Maximum over a dim, several, or all; equal maxima share the gradient."""
+    return Max.apply(x, dims=_some(x, dims_of(x, dim, "max"), "max"), keepdims=keepdims)
+
+
+def min(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
+    """Minimum over a dim, several, or all; equal minima share the gradient."""
+    return Min.apply(x, dims=_some(x, dims_of(x, dim, "min"), "min"), keepdims=keepdims)
+
+
+def logsumexp(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
+    """log(sum(exp(x))) over a dim, several, or all; -inf where all of x is."""
+    return Logsumexp.apply(x, dims=_some(x, dims_of(x, dim, "logsumexp"), "logsumexp"), keepdims=keepdims)
+
+
+def var(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False, correction: int = 0) -> Tensor:
+    """Variance over a dim, several, or all: divided by the number of elements less `correction`.
+
+    Raises:
+        ShapeError: no more elements than `correction`.
+    """
+    dims = _some(x, dims_of(x, dim, "var"), "var")
+    if _count(x.shape, dims) <= correction:
+        raise ShapeError(f"var: {_count(x.shape, dims)} elements less a correction of {correction}")
+    return Var.apply(x, dims=dims, keepdims=keepdims, correction=correction)
+
+
+def softmax(x: Tensor, dim: int = -1, mask: Array | None = None) -> Tensor:
+    """exp(x) over its sum along `dim`.
+
+    Args:
+        mask: bool, broadcastable to x; where it is False the probability is exactly 0, and so is the gradient, also
+            where nothing is left to share the 1.
+    """
+    (dim,) = dims_of(x, dim, "softmax")
+    return Softmax.apply(x, dim=dim) if mask is None else Softmax.apply(x, mask, dim=dim)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """x - logsumexp(x) along `dim`."""
+    (dim,) = dims_of(x, dim, "log_softmax")
+    return LogSoftmax.apply(x, dim=dim)

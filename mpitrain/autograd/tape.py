@@ -1,0 +1,397 @@
+"""What happened, in order.  Backward reads it in reverse.
+
+A tape is a list of nodes.  It belongs to one micro-batch of one stage, and it is walked once:
+
+    with Tape() as tape:
+        loss = model(batch)
+    for final in tape.backward([(loss, seed)]):
+        ...                                          # parameters whose gradient is complete: send them already
+
+`backward` is a generator: overlapping messages with the walk is a `for` loop, stepping through it is the same loop with
+a prompt in it.  Since all ranks of an axis run the same program, their tapes hold the same collectives in the same
+order, and the reversed lists keep them in step.
+
+Values have a slot number on their tape, so a tape prints like an assembly listing:
+
+    %7 = gelu(%6)  (8, 512) float32  blocks.3.mlp
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpitrain.autograd.lazy import Lazy
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array
+from mpitrain.errors import GraphError
+from mpitrain.events import LISTENERS, Event, tell
+
+if TYPE_CHECKING:
+    from mpitrain.autograd.function import Function
+
+TAPE: ContextVar[Tape | None] = ContextVar("mpitrain.tape", default=None)
+"""The tape that records just now, one a rank; None: nothing is recorded."""
+
+PATH: ContextVar[str] = ContextVar("mpitrain.path", default="")
+"""Where in the model the rank is just now (`blocks.3.mlp.down`); modules set it, nodes and events carry it."""
+
+Gradient = Any  # an array, or Lazy
+CONSTANT = -1
+
+
+class SavePolicy(Protocol):
+    """Decides how an array waits between forward and backward: as it is, in half precision, on the host ..."""
+
+    def pack(self, function: type[Function], array: Array) -> Any:
+        """Take an array that `function` saves, give back what shall wait in its place."""
+
+    def unpack(self, handle: Any) -> Array:
+        """The array again."""
+
+
+class Node:
+    """One operation that happened.
+
+    inputs: the slot of each input, CONSTANT where no gradient is wanted; weight_side: which of them are weight-side;
+    outputs: slots, with shapes and dtypes for printing; saved: what forward returned for backward (or the policy's
+    handles); firsts: parameters that are used here for the first time, so their gradient is final after this node.
+    """
+
+    __slots__ = (
+        "firsts",
+        "function",
+        "inputs",
+        "kinds",
+        "outputs",
+        "path",
+        "saved",
+        "static",
+        "weight_side",
+    )
+
+    def __init__(self, function: type[Function], saved: Any, static: dict[str, Any], path: str) -> None:
+        self.function = function
+        self.saved = saved
+        self.static = static
+        self.path = path
+        self.inputs: tuple[int, ...] = ()
+        self.weight_side: tuple[bool, ...] = ()
+        self.outputs: tuple[int, ...] = ()
+        self.kinds: tuple[tuple[tuple[int, ...], Any], ...] = ()
+        self.firsts: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        left = ", ".join(f"%{slot}" for slot in self.outputs)
+        args = ", ".join("const" if slot == CONSTANT else f"%{slot}" for slot in self.inputs)
+        static = ", ".join(text for text in (_static_text(*item) for item in self.static.items()) if text)
+        right = "  ".join(f"{shape} {dtype}" for shape, dtype in self.kinds)
+        arrow = getattr(self.function, "arrow_text", None)
+        parts = [f"{left} = {self.function.title()}({args}{'; ' if static else ''}{static})"]
+        parts += [arrow(**self.static)] if arrow else []
+        return "  ".join([*parts, right, self.path]).rstrip()
+
+
+def _static_text(name: str, value: Any) -> str:
+    """One keyword argument of a node as text; '' for what would not fit on the line."""
+    axis = getattr(value, "name", None)
+    if axis is not None and hasattr(value, "ranks"):
+        return str(axis)
+    if getattr(value, "shape", ()):
+        return f"{name}={tuple(value.shape)}"
+    text = f"{name}={value}"
+    return text if len(text) <= 40 else ""
+
+
+class Gradients(dict[Tensor, Array]):
+    """Gradients of a tape's leaves that are no parameters, by tensor (a tensor is its own key: identity)."""
+
+
+class Tape:
+    """A list of nodes, and the way back through it.
+
+    Args:
+        policy: how saved arrays wait for backward; None keeps them as they are.
+
+    `grads` holds, after backward, the gradient of every leaf that is not a Parameter (a stage's inputs).  A
+    Parameter's gradient is added to its own `.grad`.
+    """
+
+    def __init__(self, policy: SavePolicy | None = None) -> None:
+        self.nodes: list[Node] = []
+        self.grads = Gradients()
+        self.policy = policy
+        self._slots = 0
+        self._leaves: dict[Tensor, int] = {}
+        self._leaf_at: dict[int, Tensor] = {}
+        self._versions: list[tuple[Any, int]] = []
+        self._packed: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._pending: dict[int, Gradient] = {}
+        self._owned: set[int] = set()
+        self._kept: dict[int, Gradient] = {}
+        self._walked = ""
+        self._tokens: list[Token[Tape | None]] = []
+
+    def __enter__(self) -> Tape:
+        self._tokens.append(TAPE.set(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        TAPE.reset(self._tokens.pop())
+
+    # -- recording ----------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        function: type[Function],
+        inputs: Sequence[Any],
+        outputs: Sequence[Tensor],
+        saved: tuple[Any, ...],
+        static: dict[str, Any],
+        path: str,
+    ) -> None:
+        """Append one node; called by `Function.apply` and nobody else."""
+        if self._walked:
+            raise GraphError("this tape was walked already: an op cannot be recorded on it any more")
+        node = Node(function, saved if self.policy is None else self._pack(function, saved, inputs), static, path)
+        slots = []
+        sides = []
+        weights_only = function.weight_side
+        for t in inputs:
+            if isinstance(t, Tensor) and t.requires_grad:
+                slots.append(t.slot if t.tape is self else self._leaf(t, node))
+                sides.append(t.weight_side)
+                weights_only = weights_only and t.weight_side
+            else:
+                slots.append(CONSTANT)
+                sides.append(False)
+        node.inputs = tuple(slots)
+        node.weight_side = tuple(sides)
+        first = self._slots
+        for t in outputs:
+            t.requires_grad = True
+            t.tape = self
+            t.slot = self._slots
+            t.weight_side = weights_only
+            self._slots += 1
+        node.outputs = tuple(range(first, self._slots))
+        node.kinds = tuple([(t.data.shape, t.data.dtype) for t in outputs])
+        self.nodes.append(node)
+
+    def _leaf(self, t: Tensor, node: Node) -> int:
+        """The slot of a tensor that this tape did not make; a new one on its first use."""
+        slot = self._leaves.get(t)
+        if slot is None:
+            slot = self._slots
+            self._slots += 1
+            self._leaves[t] = slot
+            self._leaf_at[slot] = t
+            if t.is_parameter:
+                node.firsts += (t,)
+                self._versions.append((t, t.version))  # type: ignore[attr-defined]
+        return slot
+
+    def _pack(self, function: type[Function], saved: tuple[Any, ...], inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Hand each array that a node saves to the policy, an array that several nodes save only once.
+
+        Weights stay as they are: they live on anyway, so a policy could save no memory, only digits lose.
+        """
+        assert self.policy is not None
+        weights = [t.data for t in inputs if isinstance(t, Tensor) and t.weight_side]
+        handles = []
+        for array in saved:
+            if not hasattr(array, "nbytes") or any(array is weight for weight in weights):
+                handles.append((False, array))
+                continue
+            known = self._packed.get(id(array))
+            if known is None or known[0]() is not array:
+                known = (weakref.ref(array), self.policy.pack(function, array))
+                self._packed[id(array)] = known
+            handles.append((True, known[1]))
+        return tuple(handles)
+
+    def _unpack(self, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.policy is None:
+            return saved
+        return tuple(self.policy.unpack(handle) if packed else handle for packed, handle in saved)
+
+    # -- walking back -------------------------------------------------------------------------------------------------
+
+    def backward(self, seeds: Sequence[tuple[Tensor, Array]]) -> Iterator[tuple[Any, ...]]:
+        """Walk the tape in reverse, once, and free what each node saved as soon as it was used.
+
+        Args:
+            seeds: (tensor, gradient of the objective with respect to it), for outputs or any other value on the tape.
+
+        Yields:
+            After each node the parameters whose gradient is now final (often none): those that were first used in
+            it.  Exhaust the generator (`run_backward` does) or the walk is not done.
+
+        Raises:
+            GraphError: a seed is not on this tape or has another shape; the tape was walked before; a parameter's
+                array was written between forward and backward.
+        """
+        self._begin(seeds, "backward")
+        yield from self._walk(deferring=False)
+        self._deliver()
+
+    def backward_inputs(self, seeds: Sequence[tuple[Tensor, Array]]) -> None:
+        """The first half of a split backward: gradients of the tape's inputs only (B of a zero-bubble schedule).
+
+        Weight-side inputs are left for `backward_weights`; their nodes keep what they saved and their gradient.
+        Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+        """
+        self._begin(seeds, "backward_inputs")
+        for _ in self._walk(deferring=True):
+            pass
+        self._deliver()
+
+    def backward_weights(self) -> Iterator[tuple[Any, ...]]:
+        """The second half (W): the nodes that were left, in the same order; yields final parameters."""
+        if self._walked != "backward_inputs":
+            raise GraphError("backward_weights comes after backward_inputs, once")
+        self._walked = "backward_weights"
+        self._check_versions()
+        self._pending.update(self._kept)
+        yield from self._walk(deferring=False, only_weights=True)
+        self._deliver()
+
+    def run_backward(self, seeds: Sequence[tuple[Tensor, Array]]) -> Gradients:
+        """Walk to the end; the gradients of the leaves that are no parameters."""
+        for _ in self.backward(seeds):
+            pass
+        return self.grads
+
+    def _begin(self, seeds: Sequence[tuple[Tensor, Array]], walk: str) -> None:
+        if self._walked:
+            raise GraphError("this tape was walked already; a tape is walked once, record the forward pass again")
+        self._walked = walk
+        self._check_versions()
+        for t, grad in seeds:
+            slot = t.slot if t.tape is self else self._leaves.get(t)
+            if slot is None:
+                raise GraphError(f"a seed of shape {t.shape} is not on this tape: nothing that was recorded made it")
+            if tuple(grad.shape) != t.shape:
+                raise GraphError(f"the seed of a tensor of shape {t.shape} has shape {tuple(grad.shape)}")
+            self._accumulate(slot, grad)
+
+    def _check_versions(self) -> None:
+        for parameter, version in self._versions:
+            if parameter.version != version:
+                raise GraphError(
+                    f"{parameter.name} was written between forward and backward: its gradient would be that of"
+                    " other weights"
+                )
+
+    def _walk(self, deferring: bool, only_weights: bool = False) -> Iterator[tuple[Any, ...]]:
+        """The loop.  `deferring` leaves weight-side inputs (B); `only_weights` then does just those (W)."""
+        pending = self._pending
+        for node in reversed(self.nodes):
+            many = len(node.outputs) > 1
+            grad: Any = (
+                tuple(pending.pop(slot, None) for slot in node.outputs) if many else pending.pop(node.outputs[0], None)
+            )
+            if grad is not None and not (many and all(g is None for g in grad)):
+                if deferring:
+                    if any(node.weight_side):
+                        self._kept.update(
+                            (slot, g)
+                            for slot, g in zip(node.outputs, grad if many else (grad,), strict=True)
+                            if g is not None
+                        )
+                    wanted = tuple(
+                        [s != CONSTANT and not w for s, w in zip(node.inputs, node.weight_side, strict=True)]
+                    )
+                elif only_weights:
+                    wanted = node.weight_side
+                else:
+                    wanted = tuple([slot != CONSTANT for slot in node.inputs])
+                if True in wanted:
+                    self._step(node, grad, wanted)
+                if not (deferring and any(node.weight_side)):
+                    node.saved = None
+            elif not deferring:
+                node.saved = None
+            if not deferring:
+                yield node.firsts
+
+    def _step(self, node: Node, grad: Any, wanted: tuple[bool, ...]) -> None:
+        """Gradients of one node's inputs from those of its outputs."""
+        if type(grad) is tuple:
+            grad = tuple(g.array() if isinstance(g, Lazy) else g for g in grad)
+        elif isinstance(grad, Lazy) and not node.function.takes_lazy:
+            grad = grad.array()
+        saved = self._unpack(node.saved)
+        listeners = LISTENERS.get()
+        if listeners:
+            name = f"{node.function.title()}.backward"
+            info = {"path": node.path, "function": node.function, "grad": grad, "wanted": wanted}
+            tell(listeners, Event("op", "begin", name, info))
+            grads = node.function.backward(grad, *saved, wanted=wanted, **node.static)
+            tell(listeners, Event("op", "end", name, {**info, "grads": grads}))
+        else:
+            grads = node.function.backward(grad, *saved, wanted=wanted, **node.static)
+        for slot, g, want in zip(node.inputs, grads, wanted, strict=True):
+            if want and g is not None:
+                self._accumulate(slot, g)
+
+    def _accumulate(self, slot: int, grad: Gradient) -> None:
+        """Add a gradient to a slot; a parameter's goes straight into its own buffer."""
+        leaf = self._leaf_at.get(slot)
+        if leaf is not None and leaf.is_parameter:
+            leaf.accumulate(grad)  # type: ignore[attr-defined]
+            return
+        before = self._pending.get(slot)
+        if before is None:
+            # Kept as it came: the array may be another slot's gradient too, so it must not be written.
+            self._pending[slot] = grad
+            return
+        addend = grad.array() if isinstance(grad, Lazy) else grad
+        if slot in self._owned:
+            before += addend
+            self._pending[slot] = before  # NumPy's sum of two 0-d arrays is a number, to which += makes a new one
+        else:
+            self._pending[slot] = (before.array() if isinstance(before, Lazy) else before) + addend
+            self._owned.add(slot)
+
+    def _deliver(self) -> None:
+        """Move the gradients of leaves into `grads`."""
+        for t, slot in self._leaves.items():
+            if slot in self._pending:
+                grad = self._pending.pop(slot)
+                self.grads[t] = grad.array() if isinstance(grad, Lazy) else grad
+
+    # -- looking at it ------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the nodes keep for backward: the sum over distinct arrays, parameters not counted.
+
+        A view counts as the array whose memory it keeps alive, once.  Where a policy packs, its handles count, if they
+        have `nbytes`.
+        """
+        weights = {id(_owner(t.data)) for t in self._leaves if t.is_parameter}
+        seen: dict[int, int] = {}
+        for node in self.nodes:
+            for item in node.saved or ():
+                array = item[1] if self.policy is not None else item
+                if hasattr(array, "nbytes"):
+                    owner = _owner(array)
+                    seen[id(owner)] = 0 if id(owner) in weights else owner.nbytes
+        return sum(seen.values())
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __str__(self) -> str:
+        lines = [f"%{slot} = {getattr(t, 'name', 'input')}  {t.shape} {t.dtype}" for t, slot in self._leaves.items()]
+        return "\n".join([*lines, *map(str, self.nodes)])
+
+
+def _owner(array: Any) -> Any:
+    """The array that owns the memory of a view (a mapped file counts as the first array on it)."""
+    while hasattr(getattr(array, "base", None), "nbytes"):
+        array = array.base
+    return array

@@ -1,0 +1,97 @@
+"""The command line: `mpitrain WORD ...`, one word a tool.
+
+    mpitrain train [options]               train a language model (also: python examples/train_gpt.py)
+    mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
+    mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from mpitrain.errors import ConfigError, UserError
+
+USER_ERROR_CODE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(words))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; a mistake of the user becomes one message and exit code 2.
+
+    Under MPI with more than one rank the guard of `comm.guard` owns the end of the process, so the error goes on to it.
+    Before MPI has started, each process knows from its launcher whether it is the one that speaks.
+    """
+    try:
+        return command()
+    except UserError as error:
+        if "mpi4py.MPI" in sys.modules or _is_local_rank():
+            raise
+        if _speaks():
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR_CODE
+
+
+def _dispatch(words: list[str]) -> int:
+    word = words[0] if words else "--help"
+    rest = words[1:]
+    match word:
+        case "--help" | "-h" | "help":
+            print(__doc__.strip())
+            return 0
+        case "--version":
+            from mpitrain import __version__
+
+            print(__version__)
+            return 0
+        case "train":
+            from mpitrain.train import main as train
+
+            return train(rest)
+        case "local":
+            return _local(rest)
+        case "doctor":
+            from mpitrain.doctor import main as doctor
+
+            return doctor(rest)
+        case _:
+            raise ConfigError(f"{word!r} is no command of mpitrain.  Commands: train local doctor; see mpitrain --help")
+
+
+def _local(words: list[str]) -> int:
+    """`local -n N SCRIPT args`: everything after the script's name is the script's own."""
+    usage = "mpitrain local -n RANKS SCRIPT [args]"
+    if words[:1] in (["--help"], ["-h"]):
+        print(f"usage: {usage}\n\nRuns SCRIPT on RANKS ranks that are threads of this process; no MPI is needed.")
+        return 0
+    if len(words) < 3 or words[0] != "-n":
+        raise ConfigError(f"usage: {usage}")
+    count = words[1]
+    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= 1024):
+        raise ConfigError(f"-n {count}: the number of ranks must be a whole number from 1 to 1024")
+    # The promise is bitwise equality with mpirun in deterministic mode: one BLAS thread, as each rank has there.
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    from mpitrain.comm.local import run_script
+
+    return run_script(int(count), words[2], words[3:])
+
+
+def _is_local_rank() -> bool:
+    world = sys.modules.get("mpitrain.comm.world")
+    found = world.SURROUNDING.get() if world is not None else None
+    return found is not None and found.kind == "local"
+
+
+def _speaks() -> bool:
+    """Whether this process is the first of its job, as far as its launcher says."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name]) == 0
+    return True

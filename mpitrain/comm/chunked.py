@@ -1,0 +1,200 @@
+"""Messages of any length over a transport whose counts are limited.
+
+MPI counts elements in 32 bits: Open MPI 5.0 refuses larger counts, others wrap around.  `Chunked` cuts a message into
+pieces of at most `Mode.limit` elements.  The door takes this way only for messages that need it, so cutting may copy.
+
+    all_reduce, broadcast, send, recv     consecutive slices, no copy
+    all_gather, reduce_scatter            slices of every block, through a buffer
+    all_to_all                            the first limit/n elements of every block together; what is left of a block
+                                          goes from rank to rank.  Both ends of a block know its length, so nothing
+                                          needs to be agreed when lengths differ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mpitrain.comm.transport import Array, Mode, Pending, Transport
+
+REST_TAG = 32767
+
+
+class Several:
+    """Several messages in flight that are complete together; `finish` then unpacks, once."""
+
+    def __init__(self, parts: list[Pending], finish: Callable[[], None] | None = None) -> None:
+        self._parts = parts
+        self._finish = finish
+
+    def test(self) -> bool:
+        """True once all are complete."""
+        self._parts = [part for part in self._parts if not part.test()]
+        if self._parts:
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Block until all are complete."""
+        for part in self._parts:
+            part.wait()
+        self._parts = []
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class Route:
+    """The way for a message: the transport itself, or `Chunked` where the message is too long for it."""
+
+    def __init__(self, transport: Transport, mode: Mode) -> None:
+        self.transport = transport
+        self._chunked = Chunked(transport, mode)
+        self._mode = mode
+
+    def __call__(self, elements: int) -> Transport:
+        """The transport for buffers of at most so many elements."""
+        return self.transport if elements <= self._mode.limit else self._chunked
+
+
+class Chunked:
+    """A transport without limit on counts, made of one that has it.  Verbs as in `Transport`."""
+
+    def __init__(self, transport: Transport, mode: Mode) -> None:
+        self._transport = transport
+        self._mode = mode
+        self.rank, self.size, self.kind = transport.rank, transport.size, transport.kind
+
+    def _slices(self, count: int, blocks: int = 1) -> Iterator[slice]:
+        """Cut 0 ... count so that `blocks` pieces of one length stay below the limit."""
+        step = max(1, self._mode.limit // blocks)
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
+
+    def all_reduce(self, send: Array, recv: Array, op: str) -> None:
+        """Slice by slice."""
+        for a, b in self._pairs(send, recv):
+            self._transport.all_reduce(a, b, op)
+
+    def iall_reduce(self, send: Array, recv: Array, op: str) -> Several:
+        """Every slice at once."""
+        return Several([self._transport.iall_reduce(a, b, op) for a, b in self._pairs(send, recv)])
+
+    def _pairs(self, send: Array, recv: Array) -> Iterator[tuple[Array, Array]]:
+        """Slices of both; the same object twice where the message is in place."""
+        source, sink = send.reshape(-1), recv.reshape(-1)
+        for piece in self._slices(source.size):
+            a = source[piece]
+            yield a, a if send is recv else sink[piece]
+
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+        """Slices of every block."""
+        self.iall_gather(send, recv, counts).wait()
+
+    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Several:
+        """Slices of every block."""
+        size = self._transport.size
+        lengths = [send.size] * size if counts is None else list(counts)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        source, sink = send.reshape(-1), recv.reshape(-1)
+        parts: list[Pending] = []
+        landed: list[tuple[Array, list[slice]]] = []
+        for piece in self._slices(max(lengths), size):
+            spans = [
+                slice(s + min(piece.start, n), s + min(piece.stop, n)) for s, n in zip(starts, lengths, strict=False)
+            ]
+            now = [span.stop - span.start for span in spans]
+            buffer = np.empty(sum(now), recv.dtype)
+            parts.append(self._transport.iall_gather(source[piece], buffer, now))
+            landed.append((buffer, spans))
+
+        def spread() -> None:
+            for buffer, spans in landed:
+                at = 0
+                for span in spans:
+                    length = span.stop - span.start
+                    sink[span] = buffer[at : at + length]
+                    at += length
+
+        return Several(parts, spread)
+
+    def reduce_scatter(self, send: Array, recv: Array) -> None:
+        """Slices of every block."""
+        blocks, sink = send.reshape(self._transport.size, -1), recv.reshape(-1)
+        for piece in self._slices(sink.size, self._transport.size):
+            self._transport.reduce_scatter(np.ascontiguousarray(blocks[:, piece]), sink[piece])
+
+    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
+        """Short blocks together, the rest from rank to rank."""
+        self.iall_to_all(send, send_counts, recv, recv_counts).wait()
+
+    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Several:
+        """Short blocks together, the rest from rank to rank."""
+        transport = self._transport
+        share = max(1, self._mode.limit // transport.size)
+        blocks = np.split(send.reshape(-1), np.cumsum(send_counts)[:-1])
+        places = np.split(recv.reshape(-1), np.cumsum(recv_counts)[:-1])
+        first = np.concatenate([block[:share] for block in blocks])
+        landed = np.empty(sum(min(share, count) for count in recv_counts), recv.dtype)
+        parts: list[Pending] = [
+            transport.iall_to_all(
+                first, [min(share, n) for n in send_counts], landed, [min(share, n) for n in recv_counts]
+            )
+        ]
+        for peer, (block, place) in enumerate(zip(blocks, places, strict=True)):
+            if peer == transport.rank:
+                place[share:] = block[share:]
+                continue
+            parts += [transport.irecv(place[share:][s], peer, REST_TAG) for s in self._slices(place[share:].size)]
+            parts += [transport.isend(block[share:][s], peer, REST_TAG) for s in self._slices(block[share:].size)]
+
+        def spread() -> None:
+            at = 0
+            for place in places:
+                length = min(share, place.size)
+                place[:length] = landed[at : at + length]
+                at += length
+
+        return Several(parts, spread)
+
+    def broadcast(self, buf: Array, root: int) -> None:
+        """Slice by slice."""
+        sink = buf.reshape(-1)
+        for piece in self._slices(sink.size):
+            self._transport.broadcast(sink[piece], root)
+
+    def barrier(self) -> None:
+        """As it is."""
+        self._transport.barrier()
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Transport:
+        """Another group without limit."""
+        return Chunked(self._transport.group(ranks, name), self._mode)
+
+    def close(self) -> None:
+        """As it is."""
+        self._transport.close()
+
+    def send(self, buf: Array, dest: int, tag: int) -> None:
+        """Slice by slice."""
+        source = buf.reshape(-1)
+        for piece in self._slices(source.size):
+            self._transport.send(source[piece], dest, tag)
+
+    def recv(self, buf: Array, source: int, tag: int) -> None:
+        """Slice by slice."""
+        sink = buf.reshape(-1)
+        for piece in self._slices(sink.size):
+            self._transport.recv(sink[piece], source, tag)
+
+    def isend(self, buf: Array, dest: int, tag: int) -> Several:
+        """All slices at once: one pair's messages of one tag arrive in order."""
+        source = buf.reshape(-1)
+        return Several([self._transport.isend(source[piece], dest, tag) for piece in self._slices(source.size)])
+
+    def irecv(self, buf: Array, source: int, tag: int) -> Several:
+        """All slices at once."""
+        sink = buf.reshape(-1)
+        return Several([self._transport.irecv(sink[piece], source, tag) for piece in self._slices(sink.size)])

@@ -1,0 +1,572 @@
+"""The one door: every message of the library goes through a `Communicator`.
+
+A communicator is the ranks along one mesh axis (or the whole world).  It owns what every message needs and no algorithm
+wants to see: contiguity, dtypes on the wire, staging of device arrays, cutting of long messages, the order of sums,
+tags, sequence numbers, the flight board, counting of bytes, and events.  What moves the bytes is a `Transport`.
+
+All members of an axis call its collectives in the same order, and wait for their requests in the same order.  Arrays
+are NumPy's or CuPy's, of any order and strides; results are fresh C-contiguous arrays where the input lives, or `out`.
+An axis of size 1 sends nothing: there the result is the input itself, as a read-only view.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import mpitrain.errors
+from mpitrain.comm.chunked import REST_TAG, Route
+from mpitrain.comm.ordered import OrderedSums
+from mpitrain.comm.request import Request
+from mpitrain.comm.site import call_site
+from mpitrain.comm.transport import Array, Board, Mode, NoBoard, Pending, Transport
+from mpitrain.comm.wire import cut, deliver, dim_of, flat, is_inexact, is_known, on_wire, ready, target, unmoved
+from mpitrain.errors import CommError, ShapeError, UserError
+from mpitrain.events import LISTENERS, Event, tell
+
+SHIFT_TAG = REST_TAG - 1
+MAX_TAG = 32000  # larger ones are the door's own; MPI guarantees 32767
+PAUSE = 20e-6  # seconds between two looks while sums in order are in flight
+EXCHANGE_LIMIT = 16 * 1024 * 1024  # bytes of JSON from one rank
+
+
+class Communicator:
+    """The ranks along one axis.
+
+    Attributes:
+        name: of the axis: "tp", "edp+ep", "world".
+        rank: this rank's index on the axis.
+        size: number of ranks on it.
+        ranks: their ranks in the world, in axis order.
+
+    Errors of all verbs: `CommError` where a message cannot be sent or answered, `ShapeError` where sizes do not fit;
+    both before anything is sent, if this rank alone can see it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        ranks: Sequence[int],
+        board: Board | None = None,
+        mode: Mode | None = None,
+    ) -> None:
+        self.name = name
+        self.rank = transport.rank
+        self.size = transport.size
+        self.ranks = tuple(ranks)
+        self.board: Board = NoBoard() if board is None else board
+        self.mode = Mode() if mode is None else mode
+        self.transport = transport
+        self._route = Route(transport, self.mode)
+        self._sums = OrderedSums(self._route, self._second, self.mode.unfinished)
+        self._lane = self.board.open(name, self.ranks)
+        self._calls = 0
+        self._sent: dict[int, int] = {}  # messages to each peer, and from it
+        self._received: dict[int, int] = {}
+        self._bytes: dict[str, float] = {}
+        n = self.size
+        each = (n - 1) / n
+        self._factor = {
+            "all_reduce": 2 * each,
+            "iall_reduce": 2 * each,
+            "reduce_scatter": each,
+            "all_gather": n - 1,  # the payload is the gathered array, n times what one rank brings
+            "exchange": n - 1,
+            "all_to_all": each,
+            "broadcast": 1,
+            "shift": 1,
+            "send": 1,
+            "isend": 1,
+            "recv": 0,
+            "irecv": 0,
+            "barrier": 0,
+        }
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name}, rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, op: str = "sum", out: Any = None) -> Any:
+        """Sum (or maximum) over the axis, on every rank.
+
+        Args:
+            x: same shape and dtype on all ranks.  Halves (float16, bfloat16) are summed in float32.
+            op: "sum" or "max".
+            out: where the result goes; may be `x`; may be float32 where x is a half.
+
+        Returns:
+            The sum, in x.dtype; `out` if given.  A sum of halves beyond their range is inf; in a float32 `out` it is
+            the sum.
+
+        Cost: each rank sends 2(n-1)/n of x.nbytes.
+        """
+        return self._call("all_reduce", x, self._all_reduce, op, out, out=out)
+
+    def _all_reduce(self, a: Array, op: str, out: Any) -> Array:
+        recv = target(a, a.shape, out, "all_reduce")
+        if self._in_order(a, op):
+            self._sums.all_reduce(a.reshape(-1), recv.reshape(-1), op)
+        else:
+            self._route(a.size).all_reduce(*_numbers(a, recv), op)
+        return recv
+
+    def iall_reduce(self, x: Any, op: str = "sum", out: Any = None) -> Request:
+        """`all_reduce` that returns at once; the same bits in deterministic mode.
+
+        Returns:
+            A request; `x` and `out` belong to it until it is complete.
+        """
+        request: Request = self._call("iall_reduce", x, self._iall_reduce, op, out, out=out)
+        return request
+
+    def _iall_reduce(self, a: Array, op: str, out: Any) -> tuple[Pending, Array]:
+        recv = target(a, a.shape, out, "iall_reduce")
+        if self._in_order(a, op):
+            return self._sums.iall_reduce(a.reshape(-1), recv.reshape(-1), op), recv
+        return self._route(a.size).iall_reduce(*_numbers(a, recv), op), recv
+
+    def all_gather(self, x: Any, dim: int = 0, out: Any = None) -> Any:
+        """Join the ranks' slices along `dim`, in rank order.
+
+        Args:
+            x: same shape on all ranks.
+            dim: to join along.
+            out: where the result goes.
+
+        Cost: each rank sends (n-1)/n of the result's bytes.
+        """
+        dim = dim_of(x, dim, "all_gather")
+        return self._call("all_gather", x, self._all_gather, dim, out, out=out)
+
+    def _all_gather(self, a: Array, dim: int, out: Any) -> Array:
+        shape = (*a.shape[:dim], self.size * a.shape[dim], *a.shape[dim + 1 :])
+        recv = target(a, shape, out, "all_gather")
+        rows = recv if dim == 0 else np.empty((self.size, *a.shape), a.dtype)
+        self._route(rows.size).all_gather(on_wire(a), on_wire(rows))
+        if dim:
+            np.concatenate(list(rows), axis=dim, out=recv)
+        return recv
+
+    def reduce_scatter(self, x: Any, dim: int = 0, out: Any = None) -> Any:
+        """Sum over the axis, of which each rank keeps its slice along `dim`.
+
+        Args:
+            x: same shape on all ranks; x.shape[dim] is divisible by the axis' size.
+            dim: to cut along.
+            out: where the slice goes; may be float32 where x is a half.
+
+        Cost: each rank sends (n-1)/n of x.nbytes.
+        """
+        dim = dim_of(x, dim, "reduce_scatter")
+        self._check_divides(x, dim, "reduce_scatter")
+        return self._call("reduce_scatter", x, self._reduce_scatter, dim, out, out=out)
+
+    def _reduce_scatter(self, a: Array, dim: int, out: Any) -> Array:
+        blocks = a if dim == 0 else np.stack(np.split(a, self.size, dim))
+        shape = (*a.shape[:dim], a.shape[dim] // self.size, *a.shape[dim + 1 :])
+        recv = target(a, shape, out, "reduce_scatter")
+        if self._in_order(a, "sum"):
+            self._sums.reduce_scatter(blocks.reshape(-1), recv.reshape(-1))
+        else:
+            self._route(blocks.size).reduce_scatter(blocks, recv)
+        return recv
+
+    def all_to_all(
+        self, x: Any, i: int = 0, j: int = 0, counts: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> Any:
+        """Every rank sends a slice to every rank: what was cut along dim `i` is then cut along dim `j`.
+
+        The array is cut along `j`, slice k goes to rank k, and what arrives is joined along `i` in rank order.  With
+        i = j slices just change places (experts); with i != j the sharded dim changes (Ulysses).
+
+        Args:
+            x: this rank's part.
+            i: dim to join along.
+            j: dim to cut along.
+            counts: (lengths along j of the slices sent, lengths along i of the slices received), one a rank, zeros
+                allowed; None: x.shape[j] is cut evenly, and all ranks hold equal parts.  The reverse call is
+                `all_to_all(y, j, i, (received, sent))`.
+
+        Cost: each rank sends (n-1)/n of x.nbytes.
+        """
+        i, j = dim_of(x, i, "all_to_all"), dim_of(x, j, "all_to_all")
+        sent, received = self._check_counts(np.shape(x), i, j, counts)
+        return self._call("all_to_all", x, self._all_to_all, i, j, sent, received)
+
+    def _all_to_all(self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]) -> Array:
+        shape = list(a.shape)
+        if i != j:
+            shape[j] = sent[self.rank]
+        shape[i] = sum(received)
+        slice_in = _product(a.shape[:j] + a.shape[j + 1 :])  # elements of a slice of length 1
+        slice_out = _product(shape[:i] + shape[i + 1 :])
+        source = a if j == 0 else flat(cut(a, sent, j))
+        recv = np.empty(shape, a.dtype)
+        landing = recv if i == 0 else np.empty(recv.size, a.dtype)
+        send_counts = [count * slice_in for count in sent]
+        recv_counts = [count * slice_out for count in received]
+        transport = self._route(max(max(send_counts), max(recv_counts)) * self.size)
+        transport.all_to_all(on_wire(source), send_counts, on_wire(landing), recv_counts)
+        if i:
+            pieces = np.split(landing, np.cumsum(recv_counts)[:-1])
+            parts = [p.reshape((*shape[:i], n, *shape[i + 1 :])) for p, n in zip(pieces, received, strict=True)]
+            np.concatenate(parts, axis=i, out=recv)
+        return recv
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        """The array of rank `root`, on every rank.
+
+        Args:
+            x: on `root` the array; elsewhere one of the same shape and dtype, whose values do not matter.
+            root: a rank of this axis.
+
+        Cost: each rank sends at most x.nbytes.
+        """
+        self._check_rank(root, "broadcast root")
+        return self._call("broadcast", x, self._broadcast, root)
+
+    def _broadcast(self, a: Array, root: int) -> Array:
+        recv = a.copy() if self.rank == root else np.empty(a.shape, a.dtype)
+        self._route(recv.size).broadcast(on_wire(recv), root)
+        return recv
+
+    def shift(self, x: Any, k: int = 1) -> Any:
+        """Pass x on to rank + k around the ring, receive that of rank - k; same shape on all ranks.
+
+        Cost: each rank sends x.nbytes.
+        """
+        return self._call("shift", x, self._shift, k)
+
+    def _shift(self, a: Array, k: int) -> Array:
+        recv = np.empty(a.shape, a.dtype)
+        dest, source = (self.rank + k) % self.size, (self.rank - k) % self.size
+        if dest == self.rank:
+            recv[...] = a
+            return recv
+        transport = self._route(a.size)
+        arrives = transport.irecv(on_wire(recv), source, SHIFT_TAG)
+        self._block(transport.isend(on_wire(a), dest, SHIFT_TAG))
+        self._block(arrives)
+        return recv
+
+    def barrier(self) -> None:
+        """Return when every rank of the axis has called it."""
+        self._call("barrier", _NOTHING, self._barrier)
+
+    def _barrier(self, a: Array) -> None:
+        self.transport.barrier()
+
+    # -- from one rank to another -------------------------------------------------------------------------------------
+
+    def send(self, x: Any, dest: int, tag: int = 0) -> None:
+        """Send; may block until `dest` receives, so two ranks that both send first may hang.
+
+        Args:
+            x: any array; the receiver must know its shape and dtype.
+            dest: another rank of this axis.
+            tag: 0 ... 32000; messages of one pair and tag arrive in order.
+        """
+        self._check_peer(dest, tag, "send to")
+        self._call("send", x, self._send, dest, tag, peer=dest)
+
+    def _send(self, a: Array, dest: int, tag: int) -> None:
+        if self.mode.unfinished:
+            self._block(self._route(a.size).isend(on_wire(a), dest, tag))
+        else:
+            self._route(a.size).send(on_wire(a), dest, tag)
+
+    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None) -> Any:
+        """Receive an array of this shape and dtype into `out`, else into a fresh host array."""
+        self._check_peer(source, tag, "receive from")
+        recv = target(_nothing(dtype), tuple(shape), out, "recv")
+        return self._call("recv", recv, self._recv, source, tag, out=out, peer=source)
+
+    def _recv(self, recv: Array, source: int, tag: int) -> Array:
+        if self.mode.unfinished:
+            self._block(self._route(recv.size).irecv(on_wire(recv), source, tag))
+        else:
+            self._route(recv.size).recv(on_wire(recv), source, tag)
+        return recv
+
+    def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
+        """`send` that returns at once; `x` must not be written until the request is complete."""
+        self._check_peer(dest, tag, "send to")
+        request: Request = self._call("isend", x, self._isend, dest, tag, peer=dest)
+        return request
+
+    def _isend(self, a: Array, dest: int, tag: int) -> tuple[Pending, None]:
+        return self._route(a.size).isend(on_wire(a), dest, tag), None
+
+    def irecv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None) -> Request:
+        """`recv` that returns at once; `wait` returns the array."""
+        self._check_peer(source, tag, "receive from")
+        recv = target(_nothing(dtype), tuple(shape), out, "irecv")
+        request: Request = self._call("irecv", recv, self._irecv, source, tag, out=out, peer=source)
+        return request
+
+    def _irecv(self, recv: Array, source: int, tag: int) -> tuple[Pending, Array]:
+        return self._route(recv.size).irecv(on_wire(recv), source, tag), recv
+
+    # -- small things that are no arrays ------------------------------------------------------------------------------
+
+    def exchange(self, obj: Any) -> list[Any]:
+        """Tell all ranks of the axis something small.
+
+        Args:
+            obj: anything JSON can hold, at most 16 MiB as text.
+
+        Returns:
+            One object a rank, in rank order, each as JSON gives it back (tuples become lists).
+
+        Raises:
+            CommError: JSON cannot hold obj (on this rank), or some rank's text is too long (on all ranks).
+        """
+        try:
+            text = np.frombuffer(json.dumps(obj).encode(), np.uint8)
+        except (TypeError, ValueError) as error:
+            raise CommError(f"exchange on axis {self.name}: {error}") from error
+        lengths = self._call("exchange", np.array([text.size]), self._all_gather, 0, None)
+        longest = int(lengths.max())
+        if longest > EXCHANGE_LIMIT:
+            who = int(lengths.argmax())
+            raise CommError(
+                f"exchange on axis {self.name}: rank {who} brings {longest} bytes of JSON,"
+                f" at most {EXCHANGE_LIMIT} are allowed; send arrays by all_gather"
+            )
+        padded = np.zeros(longest, np.uint8)
+        padded[: text.size] = text
+        rows = self._call("exchange", padded, self._all_gather, 0, None).reshape(self.size, longest)
+        return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def agree(self, error: UserError | None) -> None:
+        """Raise the same error on all ranks of the axis if any rank has one.
+
+        Args:
+            error: what went wrong here, or None.
+
+        Raises:
+            UserError: the error of the lowest rank that has one, in its class and with its text.
+        """
+        if error is not None and not isinstance(error, UserError):
+            raise TypeError(f"agree takes a UserError or None, not {type(error).__name__}")
+        told = self.exchange(None if error is None else [type(error).__name__, str(error)])
+        for rank, said in enumerate(told):
+            if said is None:
+                continue
+            if rank == self.rank and error is not None:
+                raise error
+            kind = getattr(mpitrain.errors, said[0], UserError)
+            raise kind(said[1])
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int], name: str) -> Communicator:
+        """A communicator of some of these ranks.
+
+        Collective over its members only; they call `group` in the same order.
+
+        Args:
+            ranks: members, as ranks of this communicator, in the order of their new ranks; this rank among them.
+            name: of the new axis.
+        """
+        transport = self.transport.group(tuple(ranks), name)
+        return Communicator(name, transport, [self.ranks[r] for r in ranks], self.board, self.mode)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes this rank has sent so far, by verb: payload times the factor of the best algorithm.
+
+        With n ranks: all_reduce 2(n-1)/n of the array; reduce_scatter, all_gather and all_to_all (n-1)/n of the larger
+        side; broadcast, shift and send the array.  Non-blocking verbs are counted with the others.
+        """
+        total: dict[str, float] = {}
+        for verb, count in self._bytes.items():
+            name = _BLOCKING.get(verb, verb)
+            total[name] = total.get(name, 0) + count
+        return {verb: round(count) for verb, count in total.items()}
+
+    def _second(self) -> Route:
+        """A second group of the same ranks, for the second halves of sums in flight."""
+        return Route(self.transport.group(tuple(range(self.size)), f"{self.name} (second)"), self.mode)
+
+    # -- one place for all messages -----------------------------------------------------------------------------------
+
+    def _call(self, verb: str, x: Any, move: Callable[..., Any], *how: Any, out: Any = None, peer: int = -1) -> Any:
+        """Make one message.
+
+        Args:
+            verb: its name.
+            x: the array this rank brings.
+            move: called with x made ready and `how`; returns the result on the host, or (pending, result).
+            how: further arguments.
+            out: where the caller wants the result.
+            peer: the other rank in a point-to-point message.
+        """
+        if self.size == 1:  # the only place that knows about axes of one rank
+            result = unmoved(x, out, verb)
+            return Request.done(result) if verb in _BLOCKING else result
+        a = ready(x)
+        number = self._count(verb, peer)
+        self._bytes[verb] = self._bytes.get(verb, 0) + a.nbytes * self._factor[verb]
+        lane = self._lane
+        lane.enter(number, verb, a.shape, a.dtype, peer)
+        try:
+            if self.mode.unfinished and peer < 0 and verb != "iall_reduce":
+                self._sums.post_all(self._block)
+            listeners = LISTENERS.get()
+            if listeners:
+                info = self._info(number, verb, a, how, peer)
+                tell(listeners, Event("message", "begin", verb, info))
+                moved = move(a, *how)
+                tell(listeners, Event("message", "end", verb, {**info, "result": moved}))
+            else:
+                moved = move(a, *how)
+        finally:
+            lane.leave()
+        if type(moved) is not tuple:
+            return deliver(moved, x, out)
+        pending, recv = moved
+
+        def wait(pending: Pending) -> None:
+            self._wait(pending, number, verb, a, how, peer)
+
+        return Request(pending, lambda: deliver(recv, x, out), wait)
+
+    def _wait(self, pending: Pending, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
+        """Block on a message in flight, where the board and listeners see it."""
+        self._lane.enter(number, "wait " + verb, a.shape, a.dtype, peer)
+        try:
+            listeners = LISTENERS.get()
+            if listeners:
+                info = self._info(number, verb, a, how, peer)
+                tell(listeners, Event("message", "begin", "wait " + verb, info))
+                self._block(pending)
+                tell(listeners, Event("message", "end", "wait " + verb, info))
+            else:
+                self._block(pending)
+        finally:
+            self._lane.leave()
+
+    def _block(self, pending: Pending) -> None:
+        """Wait for a message; this rank's sums in order, on all its axes, move on meanwhile.
+
+        MPI moves all messages while it waits for one; the second halves of these sums it does not know.  Without this
+        hand a rank that waits for something else could hold up those that wait for its part of a sum.
+        """
+        unfinished = self.mode.unfinished
+        while unfinished and not pending.test():
+            for sums in tuple(unfinished):
+                sums.advance()
+            time.sleep(PAUSE)
+        pending.wait()
+
+    def _info(self, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> dict[str, Any]:
+        """What listeners are told.  `site` is a function: call it at "begin" to learn where the message was asked for.
+
+        The op in which a message happens is the innermost one that has begun and not ended.
+        """
+        return {
+            "axis": self.name,
+            "size": self.size,
+            "number": number,
+            "peer": peer,
+            "array": a,
+            "how": how,
+            "bytes": a.nbytes * self._factor[verb],
+            "site": call_site,
+        }
+
+    def _count(self, verb: str, peer: int) -> int:
+        """The number of this call: of the collectives, or of the messages to or from this peer."""
+        if peer < 0:
+            self._calls = number = self._calls + 1
+            return number
+        counts = self._sent if verb in ("send", "isend") else self._received
+        counts[peer] = number = counts.get(peer, 0) + 1
+        return number
+
+    # -- what a user can get wrong ------------------------------------------------------------------------------------
+
+    def _in_order(self, a: Array, op: str) -> bool:
+        """Whether this sum is taken in rank order; refuses what nobody can sum."""
+        if op not in ("sum", "max"):
+            raise CommError(f"all_reduce on axis {self.name}: op is {op!r}; known: sum, max")
+        if is_inexact(a.dtype):
+            if a.dtype.kind == "c" and op == "max":
+                raise CommError(f"all_reduce on axis {self.name}: complex numbers have no maximum")
+            return self.mode.deterministic or not is_known(a.dtype)
+        if not is_known(a.dtype) or (a.dtype == np.bool_ and op == "sum"):
+            raise CommError(f"all_reduce on axis {self.name}: the {op} of {a.dtype} is not defined")
+        return False
+
+    def _check_divides(self, x: Any, dim: int, verb: str) -> None:
+        if np.shape(x)[dim] % self.size:
+            raise ShapeError(
+                f"{verb}: dim {dim} of shape {np.shape(x)} is not divisible by axis {self.name} of size {self.size}"
+            )
+
+    def _check_counts(
+        self, shape: tuple[int, ...], i: int, j: int, counts: tuple[Sequence[int], Sequence[int]] | None
+    ) -> tuple[list[int], list[int]]:
+        """Lengths of the slices sent and received; made up when they are even, checked when they are given."""
+        n = self.size
+        if counts is None:
+            if shape[j] % n:
+                raise ShapeError(
+                    f"all_to_all: dim {j} of shape {shape} is not divisible by axis {self.name} of size {n}"
+                )
+            return [shape[j] // n] * n, [shape[j] // n if i == j else shape[i]] * n
+        sent, received = ([int(c) for c in side] for side in counts)
+        where = f"all_to_all on axis {self.name} of size {n}"
+        if len(sent) != n or len(received) != n or min(sent + received) < 0:
+            raise ShapeError(f"{where}: counts are {sent} and {received}; {n} numbers from 0 are needed in each")
+        if sum(sent) != shape[j]:
+            raise ShapeError(f"{where}: counts sent {sent} add up to {sum(sent)}, dim {j} of shape {shape} does not")
+        if i == j and sent[self.rank] != received[self.rank]:
+            raise ShapeError(
+                f"{where}: rank {self.rank} sends itself {sent[self.rank]}, receives {received[self.rank]}"
+            )
+        if i != j and received[self.rank] != shape[i]:
+            raise ShapeError(f"{where}: counts received {received} give rank {self.rank} another length than {shape}")
+        return sent, received
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.size:
+            raise CommError(f"{what} {rank} is not on axis {self.name} of size {self.size}")
+
+    def _check_peer(self, peer: int, tag: int, what: str) -> None:
+        self._check_rank(peer, f"{what} rank")
+        if peer == self.rank:
+            raise CommError(f"rank {peer} of axis {self.name} cannot {what} itself")
+        if not 0 <= tag <= MAX_TAG:
+            raise CommError(f"tag {tag} is out of range: 0 ... {MAX_TAG}")
+
+
+_NOTHING = np.empty(0, np.uint8)
+_BLOCKING = {"iall_reduce": "all_reduce", "isend": "send", "irecv": "recv"}
+
+
+def _nothing(dtype: Any) -> Array:
+    """An empty array of a dtype."""
+    return np.empty(0, dtype)
+
+
+def _product(lengths: Sequence[int]) -> int:
+    total = 1
+    for length in lengths:
+        total *= length
+    return total
+
+
+def _numbers(a: Array, recv: Array) -> tuple[Array, Array]:
+    """Both as numbers an MPI can add and compare: truth values as bytes.  One object stays one object."""
+    if a.dtype != np.bool_:
+        return a, recv
+    sent = a.view(np.uint8)
+    return sent, sent if recv is a else recv.view(np.uint8)

@@ -1,0 +1,200 @@
+"""MPI as a world: the only file that imports mpi4py.
+
+`start()` brings MPI up once: with a time limit, with a communicator of our own, with a flight board for each host, and
+with the knowledge whether messages arrive while their sender computes.
+
+Who drives a message on?  MPI moves data inside MPI calls; some libraries also while the program computes (a large
+Isend through shared memory needs the receiver alone).  Where that is not so, over TCP for example, an Isend that is
+followed by computing lies still until the next call.  `_arrives_alone` finds out which at start; if nothing moves by
+itself, a helper thread enters MPI while messages are in flight.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import importlib.util
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+from mpitrain.comm.arrival import initialize
+from mpitrain.comm.board import FlightBoard
+from mpitrain.comm.board_file import BoardFile, sweep
+from mpitrain.comm.guard import Guard
+from mpitrain.comm.lifeline import Lifeline, host_name
+from mpitrain.comm.mpi_transport import InFlight, MpiTransport
+from mpitrain.comm.transport import Board, NoBoard, Transport
+from mpitrain.comm.watch import Watch
+from mpitrain.errors import LaunchError
+
+PROBE_BYTES, PROBE_SECONDS = 1 << 20, 0.05
+
+
+@dataclass(frozen=True)
+class MpiStart:
+    """MPI as it was found.
+
+    Attributes:
+        transport: of all ranks.
+        library: "Open MPI 5.0.11".
+        board: of this rank.
+        progress: one line: who drives messages on while ranks compute.
+        host: name of this rank's host.
+    """
+
+    transport: Transport
+    library: str
+    board: Board
+    progress: str
+    host: str
+
+
+def start(timeout: float | None = None) -> MpiStart:
+    """Bring MPI up; the same answer each time in one process.
+
+    Args:
+        timeout: seconds until all ranks must have arrived; None: the environment's MPITRAIN_START_TIMEOUT, else 300.
+
+    Returns:
+        MPI's ranks as a transport.  With more than one rank the guard and the watch are running.
+
+    Raises:
+        LaunchError: no MPI library can be loaded.
+
+    Cost: MPI's own start, 60 ms for the progress probe, a few small collectives.
+    """
+    parent = os.getppid()
+    mpi = _load(timeout)
+    if not hasattr(mpi, "mpitrain_start"):  # kept where MPI is: both are there once a process
+        mpi.mpitrain_start = _start(mpi, parent)
+    started: MpiStart = mpi.mpitrain_start
+    return started
+
+
+def _start(mpi: Any, parent: int) -> MpiStart:
+    library = _library_name(mpi.Get_library_version())
+    world = mpi.COMM_WORLD.Dup()
+    host = host_name()
+    flight = InFlight(mpi)
+    ranks = tuple(range(world.size))
+    if world.size == 1:
+        atexit.register(lambda: None if mpi.Is_finalized() else mpi.Finalize())
+        return MpiStart(MpiTransport(world, flight, NoBoard(), ranks, "world"), library, NoBoard(), "alone", host)
+    threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+    private = mpi.COMM_WORLD.Dup()
+    board = _make_board(private)
+    keeps_codes = library.startswith("Open MPI")
+    lifeline = Lifeline(private, mpi, can_listen=threads, keeps_codes=keeps_codes, before_end=flight.stop)
+    watch = Watch(board, lifeline)
+    Guard(board, watch, lifeline, parent).install(mpi)
+    watch.start()
+    progress = _arrange_progress(private, flight, board.hosts, threads)
+    return MpiStart(MpiTransport(world, flight, board, ranks, "world"), library, board, progress, host)
+
+
+def _load(timeout: float | None) -> Any:
+    """mpi4py.MPI, with MPI running and its end left to us."""
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            limit = float(os.environ.get("MPITRAIN_START_TIMEOUT", "300")) if timeout is None else timeout
+            spec = importlib.util.find_spec("mpi4py.MPI")
+            if spec is not None and spec.origin is not None:
+                initialize(spec.origin, limit)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:  # mpi4py's RuntimeError lists all that it tried
+        raise LaunchError(
+            f"a launcher started this process, but MPI cannot be loaded: {str(error).splitlines()[0]}.\n"
+            '  Install one: pip install "mpitrain[mpi]" (or "mpitrain[mpich]"), or start with ./run_mpi.sh'
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI
+
+
+def _library_name(version: str) -> str:
+    """`Open MPI 5.0.11` from what the library says about itself."""
+    words = version.replace(",", " ").split()
+    if words[:2] == ["Open", "MPI"]:
+        return f"Open MPI {words[2].lstrip('v')}"
+    if words[:2] == ["MPICH", "Version:"]:
+        return f"MPICH {words[2]}"
+    return version.splitlines()[0].strip()[:60]
+
+
+def _make_board(comm: Any) -> FlightBoard:
+    """One file for the ranks that see the same memory; collective."""
+    mine = _digest(host_name())
+    nodes = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([mine], np.int64), nodes)
+    locals_ = tuple(int(rank) for rank in np.flatnonzero(nodes == mine))
+    here = comm.Split(locals_[0], comm.rank)
+    path = np.zeros(512, np.uint8)
+    file: BoardFile | None = None
+    if here.rank == 0:
+        sweep()
+        with contextlib.suppress(OSError):
+            file = BoardFile.create(here.size)
+            path[: len(file.path)] = np.frombuffer(os.fsencode(file.path), np.uint8)
+    here.Bcast(path, 0)
+    try:
+        file = file or BoardFile.attach(os.fsdecode(bytes(path).rstrip(b"\0")), here.size)
+    except OSError:  # no room, or equal host names that share no memory (containers): a host of its own
+        file, locals_ = BoardFile.private(), (comm.rank,)
+    here.Barrier()
+    if here.rank == 0:
+        file.unlink()
+    here.Free()
+    boards = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([file.identity], np.int64), boards)
+    hosts = tuple(np.unique(boards, return_inverse=True)[1].tolist())
+    board = FlightBoard(file, comm.rank, locals_, hosts)
+    comm.Barrier()  # every page is taken: from here on an unlocked page means a dead rank
+    return board
+
+
+def _arrange_progress(comm: Any, flight: InFlight, hosts: tuple[int, ...], threads: bool) -> str:
+    """See that messages move while ranks compute; says how.  Collective."""
+    far = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
+    if _arrives_alone(comm, far):
+        return "messages arrive while their sender computes"
+    if not threads:
+        return "messages wait for their sender's next call (this MPI gives no threads)"
+    flight.drive(comm)
+    return "a helper thread drives messages while ranks compute"
+
+
+def _arrives_alone(comm: Any, receiver: int) -> bool:
+    """True if a message of rank 0 reaches `receiver` while rank 0 makes no MPI call.  Collective, 60 ms."""
+    tag = 2
+    arrived = np.zeros(1, np.int64)
+    comm.Barrier()
+    if comm.rank == 0:
+        data = np.zeros(PROBE_BYTES, np.uint8)
+        request = comm.Isend(data, receiver, tag)
+        time.sleep(PROBE_SECONDS)  # as good as computing: this rank is out of MPI
+        request.Wait()
+    elif comm.rank == receiver:
+        data = np.empty(PROBE_BYTES, np.uint8)
+        request = comm.Irecv(data, 0, tag)
+        until = time.monotonic() + 0.8 * PROBE_SECONDS
+        while not (done := request.Test()) and time.monotonic() < until:
+            time.sleep(0.0005)
+        arrived[0] = done
+        request.Wait()
+    answer = comm.Ibcast(arrived, receiver)
+    while not answer.Test():  # the idle ranks must not take the cores from the two
+        time.sleep(0.001)
+    return bool(arrived[0])
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

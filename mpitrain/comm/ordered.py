@@ -1,0 +1,204 @@
+"""Sums in rank order: the same bits on every transport, and halves summed in float32.
+
+An MPI adds in whatever order suits its algorithm, which changes with the library, the message length and the number of
+ranks; floating-point sums change with it.  Here every element is ((x0 + x1) + x2) + ... over the ranks, however the
+buffer is cut into messages:
+
+    up to 64 KiB     all-gather, then every rank adds up everything
+    above            each rank receives its slice from everyone (all-to-all), adds it up, and all gather the results
+
+The second is what a ring all-reduce sends too, 2(n-1)/n of the buffer.  float16 and bfloat16 always go this way, as
+bits, and are added in float32 and rounded once: no MPI is asked whether it knows them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from mpitrain.backend import Pool
+from mpitrain.comm.chunked import Route, Several
+from mpitrain.comm.transport import Array, Pending, Unfinished
+from mpitrain.comm.wire import is_half, on_wire
+from mpitrain.spec import cut
+
+SMALL = 64 * 1024  # bytes: below, latency counts and one message is better than two
+SEGMENT = 8 * 1024 * 1024  # bytes a blocking sum takes at a time, so that its scratch stays small and in cache
+
+
+def fold(rows: Array, into: Array, op: str, pool: Pool) -> None:
+    """Fill `into` with rows[0] + rows[1] + ... (or their maximum), in this order.
+
+    Args:
+        rows: (n, count), n >= 2.
+        into: (count,), of the rows' dtype, or float32 where rows are halves.
+        op: "sum" or "max".
+        pool: where float32 scratch comes from.
+
+    A sum of halves that leaves their range becomes inf, which is what overflow detection looks for.
+    """
+    ufunc = np.add if op == "sum" else np.maximum
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not is_half(rows.dtype):
+            ufunc(rows[0], rows[1], out=into)
+            for row in rows[2:]:
+                ufunc(into, row, out=into)
+            return
+        total = into if into.dtype == np.float32 else pool.take(into.shape, np.float32)
+        total[...] = rows[0]
+        for row in rows[1:]:
+            ufunc(total, row.astype(np.float32), out=total)
+        if total is not into:
+            into[...] = total
+            pool.give(total)
+
+
+class OrderedSums:
+    """The sums in rank order of one communicator, and the queue of those in flight.
+
+    Args:
+        route: the way of messages.
+        second: makes the way of a second group of the same ranks.  Second halves of non-blocking sums run there, posted
+            strictly in the order of the first halves: each rank may post them whenever it finds the time, and they
+            still match.
+        unfinished: where this object stands while its queue is not empty, so that whoever waits can `advance` it.
+    """
+
+    def __init__(self, route: Route, second: Callable[[], Route], unfinished: list[Unfinished]) -> None:
+        self.route = route
+        self._unfinished = unfinished
+        self.rank, self.size = route.transport.rank, route.transport.size
+        self.pool = Pool()
+        self._make_second = second
+        self._second: Route | None = None
+        self._queue: deque[InFlight] = deque()
+
+    def all_reduce(self, a: Array, into: Array, op: str) -> None:
+        """Sum of `a` over the ranks; flat arrays, may be in place."""
+        if a.nbytes <= SMALL:
+            rows = self.pool.take((self.size, a.size), a.dtype)
+            self.route(rows.size).all_gather(on_wire(a), on_wire(rows))
+            fold(rows, into, op, self.pool)
+            self.pool.give(rows)
+            return
+        step = SEGMENT // a.itemsize
+        for start in range(0, a.size, step):
+            self._segment(a[start : start + step], into[start : start + step], op)
+
+    def _segment(self, a: Array, into: Array, op: str) -> None:
+        counts, mine = self.slices(a.size)
+        rows = self.pool.take((self.size, mine), a.dtype)
+        part = self.pool.take((mine,), into.dtype)
+        transport = self.route(a.size + self.size)
+        transport.all_to_all(on_wire(a), counts, on_wire(rows), [mine] * self.size)
+        fold(rows, part, op, self.pool)
+        transport.all_gather(on_wire(part), on_wire(into), counts)
+        self.pool.give(rows)
+        self.pool.give(part)
+
+    def reduce_scatter(self, blocks: Array, into: Array) -> None:
+        """This rank's block of the sum; `blocks` is flat, one block a rank."""
+        rows = self.pool.take((self.size, into.size), blocks.dtype)
+        counts = [into.size] * self.size
+        self.route(blocks.size).all_to_all(on_wire(blocks), counts, on_wire(rows), counts)
+        fold(rows, into, "sum", self.pool)
+        self.pool.give(rows)
+
+    def iall_reduce(self, a: Array, into: Array, op: str) -> InFlight:
+        """`all_reduce` that returns when its first half is under way."""
+        if a.nbytes > SMALL:
+            self.second()  # made here, where all ranks pass
+        flight = InFlight(self, a, into, op)
+        if not self._queue:
+            self._unfinished.append(self)
+        self._queue.append(flight)
+        self.advance()
+        return flight
+
+    def advance(self) -> None:
+        """Post every second half whose first half has arrived, in order; never blocks."""
+        while self._queue and self._queue[0].first.test():
+            self._queue.popleft().turn()
+            if not self._queue:
+                self._unfinished.remove(self)
+
+    def post_all(self, block: Callable[[Pending], None]) -> None:
+        """Post all second halves: before this rank may stay long in another collective of the communicator.
+
+        Args:
+            block: how to wait for a first half.
+        """
+        while self._queue:
+            block(self._queue[0].first)
+            self.advance()
+
+    def first(self) -> Pending:
+        """The oldest first half in flight."""
+        return self._queue[0].first
+
+    def second(self) -> Route:
+        """The second group's way."""
+        if self._second is None:
+            self._second = self._make_second()
+        return self._second
+
+    def slices(self, count: int) -> tuple[list[int], int]:
+        """How many elements each rank adds up, and how many this one."""
+        spans = [cut(count, self.size, rank) for rank in range(self.size)]
+        counts = [stop - start for start, stop in spans]
+        return counts, counts[self.rank]
+
+
+class InFlight:
+    """A sum in rank order that is under way: a `Pending`."""
+
+    def __init__(self, sums: OrderedSums, a: Array, into: Array, op: str) -> None:
+        self._sums, self._into, self._op = sums, into, op
+        self._a = a  # belongs to the message until its first half is complete
+        self._part: Array | None = None
+        self.second: Pending | None = None
+        if a.nbytes <= SMALL:
+            self._rows = sums.pool.take((sums.size, a.size), a.dtype)
+            self.first = sums.route(self._rows.size).iall_gather(on_wire(a), on_wire(self._rows))
+        else:
+            counts, mine = sums.slices(a.size)
+            self._rows = sums.pool.take((sums.size, mine), a.dtype)
+            transport = sums.route(a.size + sums.size)
+            self.first = transport.iall_to_all(on_wire(a), counts, on_wire(self._rows), [mine] * sums.size)
+
+    def turn(self) -> None:
+        """The first half has arrived: add up, and post the second half."""
+        sums, into = self._sums, self._into
+        if self._a.nbytes <= SMALL:
+            fold(self._rows, into, self._op, sums.pool)
+            self.second = Several([])
+        else:
+            counts, mine = sums.slices(self._a.size)
+            self._part = sums.pool.take((mine,), into.dtype)
+            fold(self._rows, self._part, self._op, sums.pool)
+            transport = sums.second()(into.size + sums.size)
+            self.second = transport.iall_gather(on_wire(self._part), on_wire(into), counts)
+        sums.pool.give(self._rows)
+
+    def test(self) -> bool:
+        """True once the sum stands in `into`."""
+        self._sums.advance()
+        if self.second is None or not self.second.test():
+            return False
+        self._release()
+        return True
+
+    def wait(self) -> None:
+        """Block until the sum stands in `into`."""
+        while self.second is None:
+            self._sums.first().wait()
+            self._sums.advance()
+        self.second.wait()
+        self._release()
+
+    def _release(self) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            self._sums.pool.give(part)

@@ -1,0 +1,172 @@
+"""The page of one rank on the flight board: words in shared memory, written by its owner and read by all.
+
+    state, exit code, site          RUNNING | WAITING | LEFT
+    32 calls                        what it called last, and the one it waits in
+    channels                        how often it entered each
+
+A word is written at once, a call before the number that points to it; so a reader sees whole calls or notices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+NEW, RUNNING, WAITING, LEFT = range(4)
+UNKNOWN_CODE = -1  # the exit code of a rank that left without telling it
+KEPT_CALLS = 32
+
+# The page, in 8-byte words.  Text and site are bytes.
+PAGE = 16384
+STATE, CODE, SPOKE, CALLS, CURRENT, SINCE, _CHANNELS, _TEXT, RANK = range(9)
+SITE, _SITE_SIZE = 16 * 8, 128  # bytes
+RING = SITE + _SITE_SIZE
+ENTRY = struct.Struct("<14q")  # ordinal channel number verb dtype peer since ndim sizes[6]
+DIMS = 6
+_CHANNEL_WORDS = (RING + KEPT_CALLS * ENTRY.size) // 8  # key, count, axis text: three words a channel
+_MAX_CHANNELS = 384
+_TEXTS = (_CHANNEL_WORDS + 3 * _MAX_CHANNELS) * 8
+
+_DTYPES = {np.dtype(code).num: np.dtype(code).name for code in "?bBhHiIlLqQefdgFD"}
+
+
+class Call(NamedTuple):
+    """One call of one rank, as its page tells it."""
+
+    ordinal: int
+    axis: str
+    number: int
+    verb: str
+    dtype: str
+    peer: int
+    shape: tuple[int, ...]
+    since: int
+
+    def __str__(self) -> str:
+        """Without the site: `all_reduce on tp, call 41, (4, 512) float32`."""
+        verb, peer = self.verb, ""
+        if self.peer >= 0:
+            peer = f" {'from' if 'recv' in verb else 'to'} rank {self.peer} of it"
+        return f"{verb} on {self.axis}{peer}, call {self.number}, {self.shape} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A rank that left: its exit code, whether it has printed why, where, and how often it entered each channel."""
+
+    code: int
+    spoke: bool
+    where: str
+    counts: dict[int, int]
+
+    def entered(self, key: int, number: int) -> bool:
+        """Whether it entered call `number` of a channel; True where its page was too full to know."""
+        return self.counts.get(key, number if len(self.counts) >= _MAX_CHANNELS else 0) >= number
+
+
+class Page:
+    """The words of one rank."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """Take `PAGE` bytes."""
+        self.memory = memory
+        self.words = memory.cast("q")
+
+    # -- written by the owner
+
+    def add_channel(self, key: int, axis: int) -> int:
+        """The word that counts a new channel, or 0 where the page is full (that channel is then never counted).
+
+        `axis`: where the name of its axis stands.
+        """
+        words = self.words
+        index = words[_CHANNELS]
+        if index == _MAX_CHANNELS:
+            return 0
+        at = _CHANNEL_WORDS + 3 * index
+        words[at], words[at + 1], words[at + 2] = key, 0, axis
+        words[_CHANNELS] = index + 1
+        return at + 1
+
+    def add_text(self, text: str) -> int:
+        """Where `text` stands from now on; 0 if there is no more room."""
+        data = text.encode()[:255]
+        at = self.words[_TEXT] or _TEXTS
+        if at + 1 + len(data) > PAGE:
+            return 0
+        self.memory[at] = len(data)
+        self.memory[at + 1 : at + 1 + len(data)] = data
+        self.words[_TEXT] = at + 1 + len(data)
+        return at
+
+    def set_site(self, text: str) -> None:
+        """Where the current call was made, or the rank left."""
+        data = text.encode()[: _SITE_SIZE - 1]
+        self.memory[SITE] = len(data)
+        self.memory[SITE + 1 : SITE + 1 + len(data)] = data
+
+    # -- read by all
+
+    @property
+    def state(self) -> int:
+        """NEW, RUNNING, WAITING or LEFT."""
+        return self.words[STATE]
+
+    @property
+    def since(self) -> int:
+        """When it took that state, in ns of the monotonic clock."""
+        return self.words[SINCE]
+
+    @property
+    def site(self) -> str:
+        """See `set_site`; empty if not known."""
+        size = self.memory[SITE]
+        return bytes(self.memory[SITE + 1 : SITE + 1 + size]).decode(errors="replace")
+
+    def text(self, at: int) -> str:
+        """The text that `add_text` put there."""
+        if not _TEXTS <= at < PAGE:
+            return "?"
+        return bytes(self.memory[at + 1 : at + 1 + self.memory[at]]).decode(errors="replace")
+
+    def call(self, ordinal: int) -> Call | None:
+        """The call entered as the `ordinal`-th (from 1), if the page still holds it."""
+        if ordinal < 1:
+            return None
+        at = RING + (ordinal - 1) % KEPT_CALLS * ENTRY.size
+        found, channel, number, verb, dtype, peer, since, ndim, *sizes = ENTRY.unpack_from(self.memory, at)
+        if found != ordinal:  # overwritten while we read
+            return None
+        axis = self.text(self.words[channel + 1]) if channel else "?"
+        shape = tuple(sizes[: min(ndim, DIMS)])
+        kind = self.text(-dtype) if dtype < 0 else _DTYPES.get(dtype, "?")  # text: a type that NumPy lacks
+        return Call(ordinal, axis, number, self.text(verb), kind, peer, shape, since)
+
+    def current(self) -> Call | None:
+        """The call it waits in, None unless WAITING."""
+        return self.call(self.words[CURRENT]) if self.state == WAITING else None
+
+    def calls(self) -> list[Call]:
+        """The calls entered last, the newest at the end."""
+        newest = self.words[CALLS]
+        kept = (self.call(n) for n in range(max(1, newest - KEPT_CALLS + 1), newest + 1))
+        return [call for call in kept if call is not None]
+
+    def counts(self) -> dict[int, int]:
+        """Channel key -> calls entered."""
+        words = self.words
+        starts = range(_CHANNEL_WORDS, _CHANNEL_WORDS + 3 * words[_CHANNELS], 3)
+        return {words[at]: words[at + 1] for at in starts}
+
+    def gone(self) -> Gone:
+        """What a page in state LEFT says."""
+        return Gone(self.words[CODE], bool(self.words[SPOKE]), self.site, self.counts())
+
+
+def stable_hash(*parts: object) -> int:
+    """A 63-bit number that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,273 @@
+"""Threads as a transport: a message is complete when its partners have posted theirs.
+
+Whoever posts last does the work for all: the arrays of all ranks lie in one process, and only one rank runs (baton.py).
+Sums are taken in rank order.  A blocking `send` waits for its receiver, always, which MPI may do and does for long
+messages: what hangs for large models under MPI is a deadlock for small ones here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.comm.alone import Alone
+from mpitrain.comm.baton import Call, Rank, Room, Wait, tell_apart
+from mpitrain.comm.transport import Array, Pending, Transport
+from mpitrain.comm.wire import KNOWN
+from mpitrain.errors import CollectiveMismatch, CommError
+
+_UNEVEN = ("all_to_all", "exchange")  # verbs to which ranks may bring different shapes
+
+
+class Part(NamedTuple):
+    """What one rank brings to a collective."""
+
+    wait: Wait
+    call: Call | None  # of the door, that asked for it
+    verb: str
+    like: tuple[object, ...]  # must be equal on all ranks
+    send: Array
+    send_counts: Sequence[int]
+    recv: Array
+    recv_counts: Sequence[int]
+
+
+class Letter(NamedTuple):
+    """One side of a message from rank to rank."""
+
+    wait: Wait
+    buf: Array
+
+
+class Group:
+    """What the members of one communicator share."""
+
+    def __init__(self, room: Room, ranks: tuple[int, ...], name: str) -> None:
+        self.room = room
+        self.ranks = ranks
+        self.name = name
+        self.groups: dict[tuple[tuple[int, ...], str, int], Group] = {}
+        self.meetings: dict[int, dict[int, Part]] = {}
+        self.sent: dict[tuple[int, int, int], deque[Letter]] = {}
+        self.wanted: dict[tuple[int, int, int], deque[Letter]] = {}
+
+    def join(self, number: int, rank: int, part: Part) -> None:
+        """Rank brings its part to collective `number`; the last one does the work."""
+        meeting = self.meetings.setdefault(number, {})
+        meeting[rank] = part
+        if len(meeting) < len(self.ranks):
+            return
+        del self.meetings[number]
+        parts = [meeting[r] for r in range(len(self.ranks))]
+        try:
+            self._compare(number, parts)
+            _WORK[part.verb](parts)
+        except CommError as error:
+            self.room.give_up(part.wait.rank, error)
+        for each in parts:
+            each.wait.done = True
+
+    def _compare(self, number: int, parts: list[Part]) -> None:
+        first = self._nature(parts[0])
+        if all(self._nature(part) == first for part in parts):
+            return
+        shown = number if parts[0].call is None else parts[0].call.number
+        waits = [(rank, part.wait) for rank, part in zip(self.ranks, parts, strict=True)]
+        raise CollectiveMismatch(f"on axis {self.name}, call {shown}: {tell_apart(waits, with_axis=False)}")
+
+    def _nature(self, part: Part) -> tuple[object, ...]:
+        """What must agree: the raw verb with its sizes, and the call of the door that asked for it."""
+        call = part.call
+        if call is None or call.axis != self.name:  # raw use, or the second half of a sum
+            return (part.verb, *part.like)
+        shape = None if call.verb in _UNEVEN else call.shape
+        return (part.verb, *part.like, call.verb, shape, call.dtype, call.number)
+
+    def post(self, way: tuple[int, int, int], letter: Letter, sends: bool) -> None:
+        """One side of a message (source, dest, tag); the second one does the work."""
+        mine, theirs = (self.sent, self.wanted) if sends else (self.wanted, self.sent)
+        waiting = theirs.get(way)
+        if not waiting:
+            mine.setdefault(way, deque()).append(letter)
+            return
+        other = waiting.popleft()
+        source, dest = (letter, other) if sends else (other, letter)
+        if source.buf.nbytes != dest.buf.nbytes:
+            error = CommError(
+                f"a message on axis {self.name} has {source.buf.nbytes} bytes, its receiver expects {dest.buf.nbytes}:"
+                f" rank {self.ranks[way[0]]} {source.wait}; rank {self.ranks[way[1]]} {dest.wait}"
+            )
+            self.room.give_up(letter.wait.rank, error)
+        dest.buf.reshape(-1).view(np.uint8)[...] = source.buf.reshape(-1).view(np.uint8)
+        source.wait.done = dest.wait.done = True
+
+
+class LocalTransport:
+    """One member's verbs."""
+
+    kind = "local"
+
+    def __init__(self, group: Group, rank: int, me: Rank) -> None:
+        self.rank = rank
+        self.size = len(group.ranks)
+        self._group = group
+        self._me = me
+        self._calls = 0
+        self._groups: dict[tuple[tuple[int, ...], str], int] = {}
+
+    # -- collectives
+
+    def _post(
+        self,
+        verb: str,
+        like: tuple[object, ...],
+        send: Array,
+        recv: Array,
+        send_counts: Sequence[int] = (),
+        recv_counts: Sequence[int] = (),
+        detail: str = "",
+    ) -> Wait:
+        self._check(send, recv)
+        self._calls += 1
+        wait = Wait(self._me, self._group.name, verb, detail)
+        part = Part(wait, self._me.call, verb, like, send.reshape(-1), send_counts, recv.reshape(-1), recv_counts)
+        self._group.join(self._calls, self.rank, part)
+        return wait
+
+    def iall_reduce(self, send: Array, recv: Array, op: str) -> Pending:
+        return self._post("all_reduce", (op, send.dtype, send.size), send, recv, detail="" if op == "sum" else op)
+
+    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        lengths = [send.size] * self.size if counts is None else list(counts)
+        return self._post("all_gather", (send.dtype, tuple(lengths)), send, recv, lengths)
+
+    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Pending:
+        return self._post("all_to_all", (send.dtype,), send, recv, send_counts, recv_counts)
+
+    def all_reduce(self, send: Array, recv: Array, op: str) -> None:
+        self.iall_reduce(send, recv, op).wait()
+
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+        self.iall_gather(send, recv, counts).wait()
+
+    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
+        self.iall_to_all(send, send_counts, recv, recv_counts).wait()
+
+    def reduce_scatter(self, send: Array, recv: Array) -> None:
+        self._post("reduce_scatter", (send.dtype, send.size), send, recv).wait()
+
+    def broadcast(self, buf: Array, root: int) -> None:
+        self._post("broadcast", (root, buf.dtype, buf.size), buf, buf, (root,), detail=f"root {root}").wait()
+
+    def barrier(self) -> None:
+        nothing = np.empty(0)
+        self._post("barrier", (), nothing, nothing).wait()
+
+    # -- from one rank to another
+
+    def isend(self, buf: Array, dest: int, tag: int) -> Pending:
+        self._check(buf)
+        wait = Wait(self._me, self._group.name, f"send to rank {dest}")
+        self._group.post((self.rank, dest, tag), Letter(wait, buf), sends=True)
+        return wait
+
+    def irecv(self, buf: Array, source: int, tag: int) -> Pending:
+        self._check(buf)
+        wait = Wait(self._me, self._group.name, f"recv from rank {source}")
+        self._group.post((source, self.rank, tag), Letter(wait, buf), sends=False)
+        return wait
+
+    def send(self, buf: Array, dest: int, tag: int) -> None:
+        self.isend(buf, dest, tag).wait()
+
+    def recv(self, buf: Array, source: int, tag: int) -> None:
+        self.irecv(buf, source, tag).wait()
+
+    def _check(self, *buffers: Array) -> None:
+        """May this rank send at all, and are its buffers what a transport is promised?"""
+        self._group.room.check(self._me)
+        for buf in buffers:
+            assert buf.flags.c_contiguous, "the door hands out contiguous buffers"
+            assert buf.dtype in KNOWN, f"{buf.dtype} is no wire dtype"
+
+    # -- groups
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Transport:
+        if len(ranks) == 1:
+            return Alone()
+        count = self._groups[ranks, name] = self._groups.get((ranks, name), 0) + 1
+        shared = self._group.groups
+        key = (ranks, name, count)
+        if key not in shared:
+            shared[key] = Group(self._group.room, tuple(self._group.ranks[r] for r in ranks), name)
+        return LocalTransport(shared[key], ranks.index(self.rank), self._me)
+
+    def close(self) -> None:
+        pass
+
+
+# -- what the last one to come does for all; buffers are flat, and a `recv` may be the same memory as its `send`
+
+
+def _total(rows: list[Array], op: object) -> Array:
+    ufunc = np.add if op == "sum" else np.maximum
+    total: Array = rows[0].copy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        for row in rows[1:]:
+            ufunc(total, row, out=total)
+    return total
+
+
+def _all_reduce(parts: list[Part]) -> None:
+    total = _total([part.send for part in parts], parts[0].like[0])
+    for part in parts:
+        part.recv[...] = total
+
+
+def _all_gather(parts: list[Part]) -> None:
+    joined = np.concatenate([part.send for part in parts])
+    for part in parts:
+        part.recv[...] = joined
+
+
+def _reduce_scatter(parts: list[Part]) -> None:
+    blocks = np.split(_total([part.send for part in parts], "sum"), len(parts))
+    for part, block in zip(parts, blocks, strict=True):
+        part.recv[...] = block
+
+
+def _all_to_all(parts: list[Part]) -> None:
+    for rank, part in enumerate(parts):
+        for peer, other in enumerate(parts):
+            if other.send_counts[rank] != part.recv_counts[peer]:
+                raise CommError(
+                    f"all_to_all on axis {part.wait.axis}: rank {peer} of it sends {other.send_counts[rank]} elements"
+                    f" to rank {rank}, which expects {part.recv_counts[peer]}, {part.wait}"
+                )
+    blocks = [np.split(part.send, np.cumsum(part.send_counts)[:-1]) for part in parts]
+    for rank, part in enumerate(parts):
+        part.recv[...] = np.concatenate([row[rank] for row in blocks])
+
+
+def _broadcast(parts: list[Part]) -> None:
+    source = parts[parts[0].send_counts[0]].send
+    for part in parts:
+        if part.recv is not source:
+            part.recv[...] = source
+
+
+def _barrier(parts: list[Part]) -> None:
+    pass
+
+
+_WORK = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
+}

@@ -1,0 +1,223 @@
+"""What a means of transport must do: the raw verbs of one group of ranks, and nothing else.
+
+`Communicator` is the one door through which every message of the library goes.  It checks, converts, cuts and counts;
+a transport only moves.  So a transport is short, and there are several: MPI, threads of one process, a world of one,
+a recording, a wrapper that delays.
+
+    Communicator                    contiguity, dtypes, staging, chunks, order of sums, numbers, bytes, events
+        Lane (of a Board)           who waits where, for reports and time limits
+        Transport                   bytes from rank to rank
+
+What the door promises to a transport: arrays are C-contiguous NumPy arrays in host memory, in native byte order and of
+a *wire dtype* (bool, integer, float32, float64, complex; never float16 or bfloat16: those arrive as uint16), and every
+buffer holds less than `Mode.limit` elements.  Shapes are of no interest: elements are counted in C order.  All members
+call the collectives of one group in the same order; several non-blocking ones may be in flight.
+
+What a transport promises to the door: it fills exactly the receive buffers it was given, keeps no reference to any
+buffer after the call (after `Pending` completion) and writes into no send buffer.  `send` and `recv` of one call may
+be the *same object* where the text says *in place*; otherwise they do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+DType = np.dtype[Any]
+
+
+class Pending(Protocol):
+    """A message in flight, started by one of the `i...` verbs of a transport."""
+
+    def test(self) -> bool:
+        """True once the message is complete; never blocks.  Stays true, and may be asked again."""
+        ...
+
+    def wait(self) -> None:
+        """Block until the message is complete; returns at once if it is.  May be called again.
+
+        Raises:
+            CommError: the message cannot complete (a partner left, sizes differ).
+        """
+        ...
+
+
+class Transport(Protocol):
+    """The raw verbs of one group of ranks.  `rank` numbers the members 0 ... size-1.
+
+    Errors: whatever goes wrong underneath (a partner that left, a message of another size) is a `CommError`.
+    """
+
+    rank: int
+    size: int
+    kind: str  # "mpi", "local" or "alone"
+
+    # -- collectives: every member calls them, in the same order
+
+    def all_reduce(self, send: Array, recv: Array, op: str) -> None:
+        """Fill recv with the "sum" or "max" of `send` over the ranks; same count and dtype.  May be in place."""
+        ...
+
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+        """Fill recv with the blocks of ranks 0 ... size-1, one after the other.
+
+        Without `counts` all blocks have send.size elements and recv holds size * send.size; with `counts` (one number
+        per rank, some may be 0) rank i gives counts[i] elements, and recv holds their sum.
+        """
+        ...
+
+    def reduce_scatter(self, send: Array, recv: Array) -> None:
+        """Fill recv with block `rank` of the sum over the ranks of `send`: size blocks of recv.size elements."""
+        ...
+
+    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
+        """Block i of `send` (send_counts[i] elements) goes to rank i; block i of `recv` comes from rank i.
+
+        Blocks follow one another without gaps; counts may be 0.  What rank i calls send_counts[j], rank j calls
+        recv_counts[i].
+        """
+        ...
+
+    def broadcast(self, buf: Array, root: int) -> None:
+        """Copy buf of rank `root` into buf of every rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+        ...
+
+    # -- from one rank to another, never to itself; tags are 0 ... 32767; one pair's messages of one tag stay in order
+
+    def send(self, buf: Array, dest: int, tag: int) -> None:
+        """Send; may block until the receiver has posted its receive (so two crossed sends may hang)."""
+        ...
+
+    def recv(self, buf: Array, source: int, tag: int) -> None:
+        """Receive exactly buf.size elements of buf.dtype.
+
+        Raises:
+            CommError: the message that arrives has another number of bytes.
+        """
+        ...
+
+    # -- non-blocking: the buffers belong to the message until it is complete
+
+    def isend(self, buf: Array, dest: int, tag: int) -> Pending:
+        """`send` that returns at once."""
+        ...
+
+    def irecv(self, buf: Array, source: int, tag: int) -> Pending:
+        """`recv` that returns at once."""
+        ...
+
+    def iall_reduce(self, send: Array, recv: Array, op: str) -> Pending:
+        """`all_reduce` that returns at once.  May be in place."""
+        ...
+
+    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        """`all_gather` that returns at once."""
+        ...
+
+    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Pending:
+        """`all_to_all` that returns at once."""
+        ...
+
+    # -- groups
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Transport:
+        """The transport of a new group, whose messages never meet those of another group.
+
+        Collective over the members of the new group only: they call it with the same `ranks` and `name`, in the same
+        order as their other calls of `group`; nobody else takes part.  The same ranks and name may come again and give
+        another group.  A group of one rank costs no message: `Alone()` does.
+
+        Args:
+            ranks: members as ranks of *this* group, in the order of their new ranks; contains this rank.
+            name: of the axis, for reports and for the library's own names.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the group holds; its messages must be complete.  Local, may be called again."""
+        ...
+
+
+class Lane(Protocol):
+    """One communicator's line on the flight board of its rank: which call this rank is in.
+
+    The door calls `enter` and `leave` around every message of more than one rank, so both must be cheap (2 us in all).
+    Neither the call site nor any text is passed: whoever reports looks at the waiting thread's frames
+    (`mpitrain.comm.site.site_of(sys._current_frames()[ident])`).
+    """
+
+    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
+        """This rank enters a call.
+
+        Args:
+            number: counts from 1.  Collectives: the calls on this communicator, the same number on all members.
+                Point-to-point: the messages of this direction with this peer: the n-th send to `peer`, the n-th receive
+                from it.  A `wait` for an earlier non-blocking call enters again with the number of that call, so
+                numbers may come twice and go back: the calls entered so far are the largest number seen.
+            verb: "all_reduce", "iall_reduce", "send", "irecv", ...; while waiting for a non-blocking call its verb with
+                "wait " in front ("wait iall_reduce").  `isend` and `wait isend` count as sends, and so on.
+            shape: of the array that this rank brings (receives: that it expects).
+            dtype: of that array.
+            peer: the other's rank on this communicator in a point-to-point call, -1 in a collective.
+        """
+        ...
+
+    def leave(self) -> None:
+        """The call that was entered last has returned, or failed."""
+        ...
+
+
+class Board(Protocol):
+    """A rank's flight board: hands each communicator its lane."""
+
+    def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
+        """The lane of the communicator named `axis` whose members are the world's `ranks`."""
+        ...
+
+
+class NoBoard:
+    """The board of a rank that nobody waits for; it is its own lane."""
+
+    def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
+        """Itself."""
+        return self
+
+    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
+        """Note nothing."""
+
+    def leave(self) -> None:
+        """Note nothing."""
+
+
+class Unfinished(Protocol):
+    """Messages that were started in parts, of which the later ones are still to be posted."""
+
+    def advance(self) -> None:
+        """Post what can be posted; never blocks."""
+        ...
+
+
+@dataclass
+class Mode:
+    """What a world and all communicators cut from it have in common.
+
+    Attributes:
+        deterministic: sums are taken in rank order (the same bits on every transport).
+        limit: no buffer handed to a transport holds more elements.  MPI counts are 32-bit (Open MPI 5.0 refuses larger
+            ones), and some libraries compute bytes in 32 bits; cutting at 2**27 elements costs nothing.
+        unfinished: what of this rank's messages in flight needs a hand (`advance`) to move on while the rank waits for
+            another one.
+    """
+
+    deterministic: bool = False
+    limit: int = 2**27
+    unfinished: list[Unfinished] = field(default_factory=list)

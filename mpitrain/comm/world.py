@@ -1,0 +1,114 @@
+"""The ranks that surround this one, whoever started them.
+
+    mpirun -n 8 python train.py            MPI's ranks
+    mpitrain local -n 8 train.py           threads of one process
+    python train.py                        one rank; MPI is not even imported
+
+A script calls `world()` and never learns which.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from contextvars import ContextVar
+
+from mpitrain.comm.alone import Alone
+from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.launcher import announced, check_size
+from mpitrain.comm.transport import Board, Mode, NoBoard, Transport
+from mpitrain.errors import CommError, LaunchError
+
+SURROUNDING: ContextVar[World | None] = ContextVar("mpitrain.world", default=None)
+"""The world of this rank, once it is known.  A context variable, since ranks may be threads of one process."""
+
+
+class World(Communicator):
+    """All ranks; the axis named "world".
+
+    Attributes:
+        kind: "mpi", "local" or "alone".
+        library: what moves the messages, for people: "Open MPI 5.0.11".
+        progress: one line: who drives messages on while ranks compute.
+        host: name of this rank's host.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        library: str,
+        board: Board | None = None,
+        progress: str = "",
+        host: str = "",
+        mode: Mode | None = None,
+    ) -> None:
+        super().__init__("world", transport, range(transport.size), board, mode)
+        self.kind = transport.kind
+        self.library = library
+        self.progress = progress
+        self.host = host or platform.node()
+        if os.environ.get("MPITRAIN_DETERMINISTIC", "0") not in ("", "0"):
+            self.set_deterministic()
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether sums are taken in rank order."""
+        return self.mode.deterministic
+
+    def set_deterministic(self, on: bool = True) -> None:
+        """Take sums in rank order, on this communicator and all that are cut from it: the same bits everywhere.
+
+        All ranks call it with the same value, between messages.  BLAS goes down to one thread, since float32 products
+        differ with the number of threads; switching off leaves it there.
+
+        Cost: an all-reduce takes at most 1.4 times as long from 1 MiB up.
+        """
+        self.mode.deterministic = on
+        if on:
+            from threadpoolctl import threadpool_limits
+
+            threadpool_limits(1)
+
+
+def world(start_timeout: float | None = None) -> World:
+    """The surrounding world; the same object each time.
+
+    Args:
+        start_timeout: seconds until all ranks of an MPI job must have arrived; None: the environment's
+            MPITRAIN_START_TIMEOUT, else 300.
+
+    Raises:
+        LaunchError: the launcher started another number of ranks than MPI sees, or MPI cannot be loaded.
+        CommError: called in a thread that belongs to no rank.
+
+    Cost: the first call may start MPI (0.2 ... 2 s).
+    """
+    found = SURROUNDING.get()
+    if found is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise CommError(
+                "world() was called in a thread that belongs to no rank.  Start the thread with the rank's context:\n"
+                "  threading.Thread(target=contextvars.copy_context().run, args=(function,))"
+            )
+        found = _find(start_timeout)
+        SURROUNDING.set(found)
+    return found
+
+
+def _find(start_timeout: float | None) -> World:
+    """MPI's world where a launcher is to be seen, else a world of one."""
+    seen = announced(os.environ)
+    if seen is None:
+        return World(Alone(), "none (one rank)", NoBoard())
+    try:
+        from mpitrain.comm.mpi import start
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when it finds no MPI library
+        raise LaunchError(
+            f"{seen[0]}={seen[1]} says that a launcher started this process, but MPI cannot be loaded:\n"
+            f"  {str(error).splitlines()[0]}\n"
+            '  Install one: pip install "mpitrain[mpi]" (or mpich), or start with ./run_mpi.sh'
+        ) from error
+    started = start(start_timeout)
+    check_size(os.environ, started.transport.size)
+    return World(started.transport, started.library, started.board, started.progress, started.host)

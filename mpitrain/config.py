@@ -1,0 +1,347 @@
+"""The settings of a training run: one table, from which flags, files, help and checks are made.
+
+A field of `Config` is an option: its name, kind, default, range and help stand once, here.
+
+    python train.py --layers 4 --lr 1e-3              flags
+    python train.py --config run.toml --lr 1e-3       a TOML file, and flags that win over it
+    Config(layers=4, lr=1e-3)                         Python
+
+A `Config` that exists is valid in itself: every value is in its range, and sizes that must divide one another do.  What
+takes the ranks to know is asked of `check_layout` and `check_memory`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from mpitrain.errors import ConfigError, MeshError
+from mpitrain.options import (
+    Interval,
+    Option,
+    choice,
+    file_text,
+    help_text,
+    number,
+    option_of,
+    read_file,
+    read_flags,
+    show,
+    switch,
+    text,
+    whole,
+)
+
+MODELS: Mapping[str, Mapping[str, int]] = {
+    "gpt-tiny": {"layers": 2, "width": 32, "heads": 2, "seq_len": 32},
+    "gpt-mini": {"layers": 2, "width": 128, "heads": 4, "seq_len": 64},
+    "gpt-small": {"layers": 6, "width": 384, "heads": 6, "seq_len": 256},
+    "gpt2": {"layers": 12, "width": 768, "heads": 12, "seq_len": 1024},
+    "gpt2-medium": {"layers": 24, "width": 1024, "heads": 16, "seq_len": 1024},
+    "gpt2-large": {"layers": 36, "width": 1280, "heads": 20, "seq_len": 1024},
+    "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25, "seq_len": 1024},
+}
+"""Models by name and their sizes; the last four are those of Radford et al. 2019 (GPT-2), table 2."""
+
+SIZES = ("layers", "width", "heads", "seq_len")
+BUDGET = 255.0  # seconds of training where neither --steps nor --budget is given: a run of five minutes with its start
+
+DEFAULT_EVALUATIONS = 5  # of the validation loss, the last one included
+FEWEST_BETWEEN = 250  # steps between two of them; one takes as long as some 40 steps of the default model
+
+_MONTH = 30 * 24 * 3600
+_OF_MODEL = "default: the model's"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run; see `--help` for what each is.
+
+    `layers`, `width`, `heads` and `seq_len` are those of `model` where they are not given.  Of `steps` and `budget`
+    exactly one is set: the budget is turned into steps once, by `fixed`, before the first one.
+
+    Raises:
+        ConfigError: a value outside its range, or two that do not go together.
+    """
+
+    model: str = choice("gpt-mini", "whose sizes are used", MODELS)
+    layers: int = whole(None, "blocks", 1, 1000, unset=_OF_MODEL)
+    width: int = whole(None, "size of the residual stream, a multiple of --heads", 1, 65536, unset=_OF_MODEL)
+    heads: int = whole(None, "attention heads", 1, 1024, unset=_OF_MODEL)
+    seq_len: int = whole(None, "tokens of a sequence", 1, 1048576, unset=_OF_MODEL)
+    tied: bool = switch(False, "use the token table as the output head too, or not", off="untied")
+    gelu: str = choice("tanh", "GPT-2's approximation of GELU, or the exact one", ("tanh", "erf"))
+    dropout: float = number(0.0, "share of activations that are dropped", Interval(0, 1, below=True), metavar="P")
+    dtype: str = choice("float32", "precision", ("float32", "float64"))
+
+    data: str | None = text(
+        None,
+        "text to learn: a file, a folder, or a token file (uint16, *.bin)",
+        metavar="PATH",
+        unset="default: the source of Python's standard library",
+    )
+    seed: int = whole(0, "seed of the initial weights, the data order and dropout", 0, 2**63 - 1)
+
+    batch: int = whole(16, "sequences of a step, over all ranks and micro-batches", 1, 2**24)
+    microbatches: int = whole(1, "parts into which a rank's share of the batch is cut", 1, 2**16)
+    steps: int | None = whole(None, "steps of the run", 1, 10**9, unset="default: what --budget allows")
+    budget: float | None = number(
+        None,
+        "train about this long; ten timed steps tell how many that makes",
+        Interval(1, _MONTH),
+        metavar="SECONDS",
+        unset=f"default {BUDGET:g} where --steps is not given",
+    )
+    optimizer: str = choice("adamw", "rule that updates the weights", ("adamw", "sgd"))
+    lr: float = number(2.5e-3, "peak learning rate", Interval(0, 10))
+    warmup: float = number(0.03, "linear warm-up, as a share of the steps below 1, else in steps", Interval(0, 10**9))
+    weight_decay: float = number(0.1, "decoupled weight decay on matrices and embeddings", Interval(0, 10))
+    beta1: float = number(0.9, "adamw: decay of the mean of gradients", Interval(0, 1, below=True))
+    beta2: float = number(0.99, "adamw: decay of the mean of squared gradients", Interval(0, 1, below=True))
+    momentum: float = number(0.9, "sgd: decay of the velocity", Interval(0, 1, below=True))
+    clip: float = number(1.0, "largest global norm of the gradient (0: no clipping)", Interval(0, 10**6))
+
+    dp: int | None = whole(None, "ranks over which the batch is divided", 1, 2**20, unset="default: all ranks")
+    reducer: str = choice("flat", "gradients in one message, or in buckets during backward", ("flat", "bucketed"))
+    bucket_mib: float = number(1.0, "bucketed: size of a bucket in MiB", Interval(0, 4096, above=True))
+    deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")
+    timeout: float = number(300.0, "end the job when a message waits this long", Interval(1, _MONTH), metavar="SECONDS")
+    start_timeout: float | None = number(
+        None,
+        "end the job when a rank has not arrived after this long",
+        Interval(1, _MONTH),
+        metavar="SECONDS",
+        unset="default: MPITRAIN_START_TIMEOUT, else 300",
+    )
+
+    run: str | None = text(None, "folder of the run", metavar="DIR", unset="default: a new one in runs/")
+    log_every: int | None = whole(None, "print a line every N steps", 1, 10**9, unset="default: about 50 lines a run")
+    eval_every: int | None = whole(
+        None,
+        "measure the validation loss every N steps (0: only at the end)",
+        0,
+        10**9,
+        unset="default: about 5 times a run",
+    )
+    save_every: int = whole(0, "save a checkpoint every N steps (0: never)", 0, 10**9)
+    stop_after: int | None = whole(
+        None,
+        "save and stop after step N, to go on with --resume",
+        1,
+        10**9,
+        unset="default: go to the end",
+        session=True,
+    )
+    resume: str | None = text(
+        None,
+        "go on from the newest checkpoint of --run, or from a folder",
+        metavar="latest|PATH",
+        unset="default: start",
+        session=True,
+    )
+    sample_length: int = whole(400, "tokens of generated text at the end", 0, 10**6)
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is None and name in SIZES and self.model in MODELS:
+                value = MODELS[self.model][name]
+            if name == "budget" and value is None and self.steps is None:
+                value = BUDGET
+            # The class is frozen for its users; here it is still being made.
+            object.__setattr__(self, name, option.convert(value, f"{option.flag} {show(value)}"))
+        _check(self)
+
+    # -- what follows from the settings
+
+    def fixed(self, steps: int) -> Config:
+        """The same settings with the number of steps that the budget came to."""
+        return replace(self, steps=steps, budget=None)
+
+    def log_interval(self, steps: int) -> int:
+        """Steps between two printed lines in a run of `steps`."""
+        return self.log_every or max(1, round(steps / 50))
+
+    def eval_interval(self, steps: int) -> int:
+        """Steps between two measurements of the validation loss in a run of `steps`; 0: only at the end."""
+        if self.eval_every is None:
+            return max(FEWEST_BETWEEN, math.ceil(steps / DEFAULT_EVALUATIONS))
+        return self.eval_every
+
+    def to_toml(self) -> str:
+        """All settings as the text of a file that `load` reads back to an equal Config.
+
+        `stop_after` and `resume` are of one start, not of the run: they are left out, and do not count for equality.
+        """
+        return file_text(asdict(self), OPTIONS, GROUPS)
+
+
+OPTIONS: Mapping[str, Option] = {field.name: option_of(field.name, field.metadata) for field in fields(Config)}
+
+GROUPS: Mapping[str, str] = {
+    "model": "Model",
+    "data": "Data",
+    "batch": "Training",
+    "dp": "Ranks",
+    "run": "Run",
+    "config": "Settings from a file",
+}
+
+_FILE = Option(
+    "config", str, None, "settings from a TOML file; flags win over it", metavar="FILE.toml", unset="default: none"
+)
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The settings that a command line gives, its `--config` file included; reads that file and nothing else.
+
+    A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
+    whatever run.toml says.  So do --steps and --budget replace each other.
+
+    Raises:
+        ConfigError: see `mpitrain.options`.
+    """
+    flags = read_flags(argv, (*OPTIONS.values(), _FILE))
+    path = flags.pop("config", None)
+    merged: dict[str, Any] = {}
+    for level in (read_file(str(path), OPTIONS) if path is not None else {}, flags):
+        if "model" in level:
+            merged = {name: value for name, value in merged.items() if name not in SIZES}
+        if "steps" in level or "budget" in level:
+            merged = {name: value for name, value in merged.items() if name not in ("steps", "budget")}
+        merged.update(level)
+    return Config(**merged)
+
+
+def load(path: str) -> Config:
+    """The settings in a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds what is not allowed; the text names file and key.
+    """
+    settings: dict[str, Any] = {**read_file(path, OPTIONS)}
+    return Config(**settings)
+
+
+def write(config: Config, path: str) -> None:
+    """Write all settings to a file, whole or not at all; makes its folder.  One rank calls it.
+
+    Raises:
+        ConfigError: the folder or the file cannot be written.
+    """
+    unfinished = f"{path}.tmp"
+    if os.path.lexists(path) and not os.path.isfile(path):  # a rename would put a file in the place of a device
+        raise ConfigError(f"{show(path)}: is not a regular file; settings cannot be written there.")
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(config.to_toml())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise ConfigError(
+            f"--run {show(os.path.dirname(path))}: cannot be written: {error.strerror}.  It must be a folder, or the "
+            "name of one that can be made."
+        ) from None
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """Whether the command line asks for the list of options."""
+    return "--help" in argv or "-h" in argv
+
+
+def usage(program: str) -> str:
+    """The list of options."""
+    title = f"usage: {program} [options]\n\nTrains a language model; on as many ranks as it is started with."
+    return help_text(title, {**OPTIONS, _FILE.name: _FILE}, GROUPS)
+
+
+# -------------------------------------------------------------------------------------------- what must go together
+
+
+def _check(config: Config) -> None:
+    """Refuse settings that are allowed one by one and do not go together."""
+    width, heads, batch, microbatches = config.width, config.heads, config.batch, config.microbatches
+    if width % heads:
+        near = max(heads, round(width / heads) * heads)
+        raise ConfigError(
+            f"--width {width} is not divisible by --heads {heads}: all heads must have the same size.  "
+            f"Try --width {near}."
+        )
+    if batch % microbatches:
+        near = max(microbatches, round(batch / microbatches) * microbatches)
+        raise ConfigError(
+            f"--batch {batch} is not divisible by --microbatches {microbatches}: all micro-batches must have the same "
+            f"size.  Try --batch {near}."
+        )
+    if config.steps is not None and config.budget is not None:
+        raise ConfigError(
+            f"--steps {config.steps} and --budget {config.budget:g}: give one of the two; the budget only finds the "
+            "number of steps."
+        )
+    if config.warmup >= 1 and config.warmup != int(config.warmup):
+        raise ConfigError(
+            f"--warmup {config.warmup:g}: must be a share from 0 to below 1, or a whole number of steps from 1."
+        )
+    if config.steps is not None and config.warmup > config.steps:
+        raise ConfigError(f"--warmup {config.warmup:g}: must be from 0 to the number of steps, {config.steps}.")
+    if config.resume == "latest" and config.run is None:
+        raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
+
+
+def check_layout(config: Config, world_size: int, dp: int) -> None:
+    """Refuse a batch that cannot be divided evenly over the ranks.
+
+    Args:
+        config: the settings.
+        world_size: number of ranks that were started.
+        dp: ranks over which the batch is divided.
+
+    Raises:
+        MeshError: dp does not divide the ranks.
+        ConfigError: the batch is not divisible by dp x micro-batches.
+    """
+    if dp < 1 or world_size % dp:
+        raise MeshError(
+            f"--dp {dp} does not divide the {world_size} ranks that were started.  Start as many ranks as --dp says,\n"
+            "or leave --dp out."
+        )
+    parts = dp * config.microbatches
+    if config.batch % parts:
+        near = max(parts, round(config.batch / parts) * parts)
+        raise ConfigError(
+            f"--batch {config.batch} is not divisible by {parts} (--dp {dp} x --microbatches {config.microbatches}): "
+            f"every micro-batch of every rank needs as many sequences.  Try --batch {near}."
+        )
+
+
+def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: int, host_bytes: int) -> None:
+    """Refuse a model that certainly does not fit, before anything is allocated.
+
+    Counts what every rank holds at the least: weights, gradients and two moments, and the input of every block for one
+    micro-batch.
+
+    Args:
+        config: the settings.
+        num_parameters: of the whole model.
+        dp: ranks over which the batch is divided.
+        ranks_on_host: ranks that share `host_bytes` of memory.
+        host_bytes: memory of the host.
+
+    Raises:
+        ConfigError: it needs more than the host has.
+    """
+    size = 8 if config.dtype == "float64" else 4
+    moments = 2 if config.optimizer == "adamw" else 1
+    rows = config.batch // (dp * config.microbatches)
+    weights = (2 + moments) * num_parameters * size
+    activations = rows * config.seq_len * config.width * config.layers * size
+    needed = (weights + activations) * ranks_on_host
+    if needed > host_bytes:
+        raise ConfigError(
+            f"--layers {config.layers} --width {config.width} --seq-len {config.seq_len} --batch {config.batch}: "
+            f"{num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks_on_host} ranks,\n"
+            f"but this machine has {host_bytes / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches."
+        )

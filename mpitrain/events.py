@@ -1,0 +1,58 @@
+"""What happens, told to whoever listens.
+
+Events are emitted at exactly three places: the executor (actions), `Function.apply` and `Tape.backward` (ops), and the
+`Communicator` (messages).  Timeline, recorder, stepper and ledgers are listeners, so no parallel algorithm has a line
+about debugging.  A listener is called in the rank's own thread, before the work (`begin`) and after it (`end`): one that
+waits is a breakpoint.
+
+Listeners belong to a context (`contextvars`), hence to one rank also where ranks are threads.  Emission points read
+
+    listeners = LISTENERS.get()
+    if listeners:
+        tell(listeners, Event(...))
+
+so that with nobody listening an event costs one look-up and is not even built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+
+class Event(NamedTuple):
+    """One thing that begins or ends on one rank.
+
+    kind   "action" | "op" | "message"
+    phase  "begin" | "end"
+    name   `F3@0`, `gelu`, `gelu.backward`, `all_reduce`
+    info   what there is to know, by kind: module path, shapes, axis, bytes, arrays (references, never copies)
+    """
+
+    kind: str
+    phase: str
+    name: str
+    info: Mapping[str, Any]
+
+
+Listener = Callable[[Event], None]
+
+LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("mpitrain.listeners", default=())
+
+
+def tell(listeners: tuple[Listener, ...], event: Event) -> None:
+    """Give one event to each listener, in the order in which they began to listen."""
+    for listener in listeners:
+        listener(event)
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Call `listener` with every event of this rank while the block runs."""
+    token = LISTENERS.set((*LISTENERS.get(), listener))
+    try:
+        yield
+    finally:
+        LISTENERS.reset(token)

@@ -1,0 +1,181 @@
+"""Attention without the matrix of probabilities: made block by block, forward and again backward.
+
+A block is some heads, some queries and the keys that they may see.  Its scores live in cache; what waits for backward
+is one number a query, the logarithm of the sum of its exponentials.  With causal attention the keys after a block's
+last query are never touched.
+
+Scores are held keys first, (b, h, keys, queries): then maxima and sums run along whole vectors of queries, twice as
+fast as along short rows, and all products stay plain BLAS calls on views.
+
+Shapes: b sample, h head, s query or key, d width of a head.
+Source: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4; the running maximum is not needed here,
+since a block sees all keys of its queries at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpitrain.backend import Array, array_module
+from mpitrain.kernels import blocks
+from mpitrain.rng import keep_mask
+
+Part = tuple[slice, slice]  # samples, heads
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Array | None,
+    rows: Array | None,
+    drop: float,
+) -> Array:
+    """Write softmax(scale q k^T) v into `out`.
+
+    Args:
+        q: (b, h, s, d) float32 or float64, any strides; k, v, out alike.
+        out: written.
+        scale: factor of the scores.
+        causal: query i sees keys 0..i only.
+        mask: bool, broadcastable to (b, h, s, s), True where query i may attend to key j; None: everywhere.
+        rows: uint64 (b, h, s), the random stream of each query's dropout mask over its keys; None: no dropout.
+        drop: probability that one attention weight is dropped; the others are scaled by 1 / (1 - drop).
+
+    Returns:
+        lse (b, h, s).  A query that may see no key gives 0.
+    """
+    xp = array_module(q)
+    lse = xp.empty(q.shape[:3], q.dtype)
+    lowest = float(xp.finfo(q.dtype).min)
+    keep_scale = 1.0 / (1.0 - drop) if rows is not None else 1.0
+    later = _later_keys(xp, q, causal)
+    for part, queries, keys in _blocks(xp, q, causal):
+        scaled = q[part][:, :, queries] * scale
+        s = _scores(xp, k[part][:, :, keys], scaled, later, mask, part, queries, keys)
+        # A query without any key has maximum -inf; less the lowest finite number that stays -inf, and its exp is 0.
+        highest = xp.maximum(s.max(axis=2), lowest)
+        s -= highest[:, :, None]
+        xp.exp(s, out=s)
+        total = xp.maximum(s.sum(axis=2), 1.0)  # the largest score contributes exactly 1
+        if rows is not None:
+            s *= _kept(xp, rows[part][:, :, queries], s, drop)
+        y = out[part][:, :, queries]
+        xp.matmul(s.swapaxes(2, 3), v[part][:, :, keys], out=y)
+        y *= (keep_scale / total)[..., None]
+        xp.log(total, out=total)
+        total += highest
+        lse[part][:, :, queries] = total
+    return lse
+
+
+def attention_backward(
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Array | None,
+    rows: Array | None,
+    drop: float,
+) -> None:
+    """Write the gradients of q, k and v into dq, dk and dv; the other arguments as in `attention`.
+
+    With P the probabilities and M the scaled dropout mask:  dV = (P M)^T dO,  dP = M (dO V^T),
+    dS = P (dP - rowsum(dO O)),  dQ = scale dS K,  dK = scale dS^T Q.
+    """
+    xp = array_module(q)
+    keep_scale = 1.0 / (1.0 - drop) if rows is not None else 1.0
+    later = _later_keys(xp, q, causal)
+    delta = xp.einsum("bhsd,bhsd->bhs", grad, y)
+    # From the last queries to the first: with causal attention the last block sees all keys, so it writes dk and dv and
+    # the others add.
+    for part, queries, keys in _blocks(xp, q, causal, backwards=True):
+        first = queries.stop == q.shape[2]
+        g = grad[part][:, :, queries]
+        scaled = q[part][:, :, queries] * scale
+        p = _scores(xp, k[part][:, :, keys], scaled, later, mask, part, queries, keys)
+        p -= lse[part][:, :, None, queries]
+        xp.exp(p, out=p)
+        dp = xp.matmul(v[part][:, :, keys], g.swapaxes(2, 3))
+        dropped = p
+        if rows is not None:
+            kept = _kept(xp, rows[part][:, :, queries], p, drop)
+            kept *= keep_scale
+            dp *= kept
+            kept *= p
+            dropped = kept
+        _put(xp, dropped, g, dv[part][:, :, keys], first)
+        dp -= delta[part][:, :, None, queries]
+        dp *= p
+        _put(xp, dp, scaled, dk[part][:, :, keys], first)
+        d_queries = dq[part][:, :, queries]
+        xp.matmul(dp.swapaxes(2, 3), k[part][:, :, keys], out=d_queries)
+        d_queries *= scale
+
+
+def _blocks(xp: Any, q: Array, causal: bool, backwards: bool = False) -> Iterator[tuple[Part, slice, slice]]:
+    """(samples and heads, queries, keys): about SCORES scores each.  A device takes all samples and heads at once."""
+    b, h, s, _ = q.shape
+    height = max(1, min(blocks.QUERIES, s))
+    samples, heads = (1, min(h, max(1, blocks.SCORES // (height * max(1, s))))) if xp is np else (b, h)
+    starts = range(0, s, height)
+    for sample in range(0, b, max(1, samples)):
+        for head in range(0, h, heads):
+            part = slice(sample, sample + samples), slice(head, head + heads)
+            for start in reversed(starts) if backwards else starts:
+                stop = min(start + height, s)
+                yield part, slice(start, stop), slice(0, stop if causal else s)
+
+
+def _later_keys(xp: Any, q: Array, causal: bool) -> Array | None:
+    """(keys, queries) of a block on the diagonal: -inf where the key comes after the query, else 0."""
+    if not causal:
+        return None
+    place = xp.arange(min(blocks.QUERIES, q.shape[2]))
+    return xp.where(place[:, None] > place[None, :], -math.inf, 0.0).astype(q.dtype)
+
+
+def _scores(
+    xp: Any, k: Array, scaled: Array, later: Array | None, mask: Array | None, part: Part, queries: slice, keys: slice
+) -> Array:
+    """(b, h, keys, queries) scores of a block, -inf where a query may not look."""
+    s = xp.matmul(k, scaled.swapaxes(2, 3))
+    if later is not None:
+        height = queries.stop - queries.start
+        s[:, :, queries] += later[:height, :height]  # the keys of the queries' own places
+    if mask is not None:
+        which = [
+            cut if length > 1 else slice(None) for cut, length in zip((*part, queries, keys), mask.shape, strict=True)
+        ]
+        xp.copyto(s, -math.inf, where=~mask[tuple(which)].swapaxes(2, 3))
+    return s
+
+
+def _kept(xp: Any, rows: Array, scores: Array, drop: float) -> Array:
+    """(b, h, keys, queries) the dropout mask as numbers 0 and 1."""
+    keep = keep_mask(rows, scores.shape[2], drop)
+    return xp.ascontiguousarray(keep.swapaxes(2, 3)).astype(scores.dtype)
+
+
+def _put(xp: Any, a: Array, b: Array, out: Array, first: bool) -> None:
+    """Write a @ b into `out` if it is the first contribution, else add it."""
+    if first:
+        xp.matmul(a, b, out=out)
+    else:
+        out += xp.matmul(a, b)

@@ -1,0 +1,35 @@
+"""Blocks of rows that stay in a core's cache, and the precision in which a kernel computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpitrain.backend import Array
+
+# 32 Ki float32 elements are 128 KiB: a block, its result and a scratch or two fit a 512 KiB second-level cache, and the
+# 1 us that a NumPy call costs is small against the 3 us and more that it works on the block.
+BLOCK = 32_768
+
+QUERIES = 64  # of one block of attention
+SCORES = 32_768  # of one block of attention
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to compute in: float32 for half precision, else the dtype itself."""
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
+def rows_of(x: Array) -> tuple[int, int]:
+    """(number of rows, their length) of an array seen as a matrix of its last dim."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def row_blocks(xp: Any, num_rows: int, width: int) -> Iterator[slice]:
+    """Slices of rows of about BLOCK elements each; a device takes all rows at once."""
+    height = max(1, BLOCK // max(1, width)) if xp is np else max(1, num_rows)
+    for start in range(0, num_rows, height):
+        yield slice(start, min(start + height, num_rows))

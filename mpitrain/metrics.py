@@ -1,0 +1,133 @@
+"""What a run measured, one JSON object a step: `DIR/metrics.jsonl`.
+
+    {"step": 1, "loss": 5.598421096801758, "grad_norm": 3.1, "lr": 2.3e-05, "tokens_per_s": 41200.5, "tokens": 1024}
+
+Every step has its line, in order and once, whatever is printed on the terminal and however often the run was resumed.
+Numbers have all their digits.  The lines are strict JSON, which knows no NaN and no infinity: such a value is null, and
+`"nonfinite": {"loss": "nan"}` says what it was.
+
+One rank writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from mpitrain.errors import UserError
+
+
+class MetricsWriter:
+    """Appends lines to a file of metrics.
+
+    Args:
+        path: the file; its folder exists.
+        first_step: the step that will be written first; 1 starts afresh.  Lines of this step and later ones, left by
+            a run that stopped after its last checkpoint, are dropped, and so is a line that was cut short.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], first_step: int = 1) -> None:
+        self._path = Path(path)
+        self._last_step = first_step - 1
+        try:
+            if self._path.exists():
+                if not self._path.is_file():  # a rename would put a file in the place of a device or a pipe
+                    raise UserError(f"{self._path}: is not a regular file; metrics cannot be written there.")
+                _drop_from(self._path, first_step)
+            self._file: BinaryIO = open(self._path, "ab")  # noqa: SIM115  (closed by close)
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def write(self, step: int, **values: float | int | None) -> None:
+        """Append the line of a step and hand it to the operating system.
+
+        Args:
+            step: larger than every step before it.
+            values: what was measured; None is left out.
+
+        Raises:
+            UserError: the file cannot be written (a full disk).
+        """
+        assert step > self._last_step, (step, self._last_step)
+        self._last_step = step
+        try:
+            self._file.write(line_of({"step": step, **values}).encode())
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def close(self) -> None:
+        """Close the file; nothing is lost without it."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(f"{self._path}: cannot be written: {error.strerror}.  --run must be a folder with free space.")
+
+
+def line_of(values: Mapping[str, Any]) -> str:
+    """One line of the file; NumPy's scalars are written as the Python numbers they equal."""
+    record: dict[str, Any] = {}
+    nonfinite: dict[str, str] = {}
+    for key, value in values.items():
+        if value is None:
+            continue
+        plain = value.item() if hasattr(value, "item") else value
+        if isinstance(plain, float) and not math.isfinite(plain):
+            nonfinite[key] = repr(plain)
+            plain = None
+        record[key] = plain
+    if nonfinite:
+        record["nonfinite"] = nonfinite
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The records of a file of metrics, in order, steps ascending; lines that are damaged are passed over."""
+    with open(path, "rb") as file:
+        for _, record in _records(file):
+            yield record
+
+
+def _records(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Line and record, for every whole line whose step follows those before it."""
+    last_step = -1
+    for line in file:
+        if not line.endswith(b"\n"):  # the writer was killed inside this line
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and step > last_step:
+            last_step = step
+            yield line, record
+
+
+def _drop_from(path: Path, first_step: int) -> None:
+    """Rewrite the file without the lines of `first_step` and later, under another name until it is whole."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(path, "rb") as old, open(unfinished, "wb") as new:
+        for line, record in _records(old):
+            if record["step"] >= first_step:
+                break
+            new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(unfinished, path)

@@ -1,0 +1,93 @@
+"""Modules: objects that own parameters and other modules, and have a forward.
+
+Nothing is registered behind the scenes: a module's parameters and children are its attributes, in the order in which
+they were set; lists of modules count.  A module is built with its full name (`blocks.3.mlp`), which its parameters'
+names begin with, and it is given the axes that it sends over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpitrain.autograd.tape import PATH
+from mpitrain.errors import ConfigError
+from mpitrain.nn.parameter import Flat, Parameter, materialize
+
+
+class HasCoordinates(Protocol):
+    """What materialising needs to know of a mesh."""
+
+    @property
+    def coords(self) -> dict[str, int]: ...
+    @property
+    def sizes(self) -> dict[str, int]: ...
+
+
+class Module:
+    """Base of layers and models.  Subclasses set parameters and children in `__init__` and define `forward`."""
+
+    flats: list[Flat]
+    seed: int = 0
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} defines no forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = PATH.set(self.name)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            PATH.reset(token)
+
+    def children(self) -> Iterator[Module]:
+        """Direct sub-modules, in the order in which they were set."""
+        for value in vars(self).values():
+            if isinstance(value, Module):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from (item for item in value if isinstance(item, Module))
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all below it, parents first."""
+        yield self
+        for child in self.children():
+            yield from child.modules()
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters, each once, in the model's order (a tied weight counts where it is met first)."""
+        found: dict[Parameter, None] = {}
+        for module in self.modules():
+            found.update((value, None) for value in vars(module).values() if isinstance(value, Parameter))
+        return list(found)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the full (unsharded) parameters of this module."""
+        return sum(int(np.prod(p.full_shape, dtype=np.int64)) for p in self.parameters())
+
+    def materialize(self, mesh: HasCoordinates, seed: int = 0, dtype: Any = np.float32, xp: Any = np) -> None:
+        """Make this rank's slabs of all parameters, with their initial values; called once, by the outermost module.
+
+        Raises:
+            ConfigError: two parameters have the same name.
+        """
+        parameters = self.parameters()
+        names: set[str] = set()
+        for p in parameters:
+            if p.name in names:
+                raise ConfigError(f"two parameters are called {p.name!r}; every parameter needs a name of its own")
+            names.add(p.name)
+        self.seed = seed
+        self.flats = materialize(parameters, mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp)
+
+    def start_step(self) -> None:
+        """Forget the gradients of the last step: the next one that arrives is written, not added."""
+        for flat in self.flats:
+            for p in flat.parameters:
+                p.touched = False

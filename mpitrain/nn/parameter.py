@@ -1,0 +1,135 @@
+"""Parameters: named rectangles of full tensors, whose values and gradients lie in flat buffers.
+
+A Parameter is abstract first: a name, the shape of the full tensor, a `Spec` that says how it lies across ranks, and an
+initialiser.  `Module.materialize` gives it this rank's slab.  Values and gradients of all parameters that are summed over
+the same axes lie in two flat buffers (`Flat`), in the order of the model: so one message reduces them all, a bucket is a
+slice, and the optimizer passes over long arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpitrain.autograd.lazy import Lazy
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array
+from mpitrain.errors import ShapeError
+from mpitrain.spec import Spec, State, slab, slab_shape
+
+Initializer = Callable[[str, tuple[int, ...], tuple[slice, ...], int], Any]
+"""(name, full_shape, slab, seed) -> float64 array of the slab; a pure function, the same on every layout."""
+
+
+class Parameter(Tensor):
+    """A weight.
+
+    Args:
+        name: path in the model with global layer numbers (`blocks.3.mlp.up.weight`); names its random stream, its
+            place in checkpoints, its messages.
+        full_shape: shape of the unsharded tensor.
+        spec: state on the axes that it names, e.g. `{"tp": Shard(1)}`.
+        init: makes the initial values of any slab.
+        decay: whether weight decay applies (matrices and embeddings: yes; biases and norms: no).
+
+    After `materialize`: `.data` and `.grad` are this rank's slab (views of flat buffers), `.rectangle` its slices in the
+    full tensor.  `.grad` holds the gradient only if `.touched`: the first gradient of a step overwrites.
+    `.version` counts in-place writes, so that a tape notices a weight that changed under it.
+    """
+
+    __slots__ = ("decay", "full_shape", "grad", "init", "name", "rectangle", "spec", "touched", "version")
+
+    is_parameter = True
+
+    def __init__(
+        self,
+        name: str,
+        full_shape: Sequence[int],
+        spec: Mapping[str, State] | Spec | None = None,
+        *,
+        init: Initializer,
+        decay: bool = False,
+    ) -> None:
+        self.name = name
+        self.full_shape = tuple(int(length) for length in full_shape)
+        if any(length < 1 for length in self.full_shape):
+            raise ShapeError(f"{name}: shape {self.full_shape} has a dim below 1")
+        self.spec = spec if isinstance(spec, Spec) else Spec(spec)
+        self.init = init
+        self.decay = decay
+        self.rectangle: tuple[slice, ...] = ()
+        super().__init__(np.empty(0), requires_grad=True)
+        self.weight_side = True
+        self.grad: Array = self.data
+        self.touched = False
+        self.version = 0
+
+    def accumulate(self, grad: Any) -> None:
+        """Add a gradient (an array or a recipe); the first of a step is written, not added."""
+        if isinstance(grad, Lazy):
+            grad.write(self.grad, add=self.touched)
+        elif self.touched:
+            self.grad += grad
+        else:
+            self.grad[...] = grad
+        self.touched = True
+
+    def settle(self) -> None:
+        """Make `.grad` valid: zeros where this rank's step did not use the parameter."""
+        if not self.touched:
+            self.grad[...] = 0
+            self.touched = True
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name} {self.data.shape} of {self.full_shape}, {self.spec})"
+
+
+class Flat:
+    """Values and gradients of parameters that are summed over the same axes, one after the other.
+
+    Args:
+        parameters: in the model's order; each gets views of the two buffers.
+        axes: the atomic axes over whose merge their gradients are summed.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], axes: tuple[str, ...], dtype: Any, xp: Any) -> None:
+        self.parameters = tuple(parameters)
+        self.axes = axes
+        sizes = [int(np.prod(slab_shape(p.rectangle), dtype=np.int64)) for p in self.parameters]
+        self.offsets = [int(offset) for offset in np.cumsum([0, *sizes])]
+        self.weights = xp.empty(self.offsets[-1], dtype)
+        self.grads = xp.zeros(self.offsets[-1], dtype)
+        for p, start, stop in zip(self.parameters, self.offsets, self.offsets[1:], strict=False):
+            shape = slab_shape(p.rectangle)
+            p.data = self.weights[start:stop].reshape(shape)
+            p.grad = self.grads[start:stop].reshape(shape)
+
+
+def materialize(
+    parameters: Sequence[Parameter],
+    coords: Mapping[str, int],
+    sizes: Mapping[str, int],
+    seed: int,
+    dtype: Any,
+    xp: Any = np,
+) -> list[Flat]:
+    """Give each parameter this rank's slab, with its initial values.
+
+    Values are drawn in float64 from the stream of the parameter's name, so every layout and dtype starts from the same
+    numbers.
+
+    Returns:
+        One `Flat` for each set of axes over which gradients are summed, in order of first appearance.
+    """
+    groups: dict[tuple[str, ...], list[Parameter]] = {}
+    for p in parameters:
+        p.rectangle = slab(p.full_shape, p.spec, coords, sizes)
+        groups.setdefault(p.spec.replicate_axes(), []).append(p)
+    flats = [Flat(members, axes, dtype, xp) for axes, members in groups.items()]
+    for p in parameters:
+        p.data[...] = xp.asarray(p.init(p.name, p.full_shape, p.rectangle, seed).astype(dtype))
+        p.touched = False
+        p.version = 0
+    return flats

@@ -1,0 +1,136 @@
+"""What every optimizer shares: its state, its blocks, and what a checkpoint keeps.
+
+The mathematics of a method is a pure function over plain vectors (`adam.adamw`, `sgd.momentum`).  Here stands the loop
+that feeds it: runs of neighbouring parameters, in blocks small enough that a dozen NumPy passes over them stay in the
+core's cache.  State lies in one flat buffer a kind, in the order of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from mpitrain.backend import Array, array_module
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.runs import Run, join
+
+_BLOCK = 16_384  # elements: five float32 vectors of it are 320 KiB, inside a core's second-level cache
+
+
+class Optimizer(ABC):
+    """Base of the optimizers.
+
+    Args:
+        parameters: what to train, in the order of the model; materialised, of one dtype.
+        lr: learning rate of a `step` that is given none.
+        weight_decay: applies to the parameters with `decay`.
+
+    Attributes:
+        kinds: names of the state vectors that the method keeps for each weight.
+        updates: number of updates made; successes, not attempts.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of its range.
+    """
+
+    kinds: tuple[str, ...] = ()
+
+    def __init__(self, parameters: Iterable[Parameter], *, lr: float, weight_decay: float) -> None:
+        require("lr", lr, lr >= 0, "0 or more")
+        require("weight_decay", weight_decay, weight_decay >= 0, "0 or more")
+        self.parameters = tuple(parameters)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.updates = 0
+        weights = [p.data for p in self.parameters]
+        dtypes = {array.dtype for array in weights}
+        assert len(dtypes) <= 1, f"parameters of one optimizer have one dtype, not {sorted(map(str, dtypes))}"
+        xp, dtype = array_module(*weights), next(iter(dtypes), np.dtype(np.float64))
+        self._size = sum(array.size for array in weights)
+        self._state = {kind: xp.zeros(self._size, dtype) for kind in self.kinds}
+        self._block = _BLOCK if xp is np else max(1, self._size)  # a device has no use for short passes
+        self._scratch = xp.empty(min(self._block, self._size), dtype)
+        self._runs: list[Run] = []
+        self._joined: list[Array] = []
+
+    def step(self, lr: float | None = None) -> None:
+        """Update all weights in place from their gradients.
+
+        A parameter that the step did not use has the gradient zero.
+
+        Args:
+            lr: learning rate of this update, from the schedule.
+        """
+        rate = self.lr if lr is None else lr
+        for p in self.parameters:
+            p.settle()
+        self.updates += 1
+        for run in self._current_runs():
+            decay = self.weight_decay if run.decay else 0.0
+            for start in range(0, run.weights.size, self._block):
+                stop = min(start + self._block, run.weights.size)
+                state = [vector[run.start + start : run.start + stop] for vector in self._state.values()]
+                scratch = self._scratch[: stop - start]
+                self._update(run.weights[start:stop], run.grads[start:stop], *state, scratch, lr=rate, decay=decay)
+        for p in self.parameters:
+            p.version += 1
+
+    @abstractmethod
+    def _update(self, p: Array, g: Array, *state_and_scratch: Array, lr: float, decay: float) -> None:
+        """One block: the method's pure function with its hyper-parameters."""
+
+    def _current_runs(self) -> list[Run]:
+        """The runs, joined again where a parameter's arrays were exchanged since the last step."""
+        arrays = [array for p in self.parameters for array in (p.data, p.grad)]
+        if len(arrays) != len(self._joined) or any(a is not b for a, b in zip(arrays, self._joined, strict=True)):
+            self._joined, self._runs = arrays, join(self.parameters)
+        return self._runs
+
+    def state_dict(self) -> dict[str, dict[str, Array]]:
+        """The state for a checkpoint, besides `updates`: kind -> parameter's name -> view of its slab's shape."""
+        state: dict[str, dict[str, Array]] = {kind: {} for kind in self.kinds}
+        start = 0
+        for p in self.parameters:
+            stop = start + p.data.size
+            for kind in self.kinds:
+                state[kind][p.name] = self._state[kind][start:stop].reshape(p.data.shape)
+            start = stop
+        return state
+
+    def load_state(self, state: Mapping[str, Mapping[str, Array]], updates: int) -> None:
+        """Take over what `state_dict` gave, by copy, and the number of updates made.
+
+        Raises:
+            CheckpointError: a kind, a parameter or a shape is not what this optimizer has.  Nothing was changed then.
+        """
+        mine = self.state_dict()
+        if updates < 0:
+            raise CheckpointError(f"The optimizer's state was saved after {updates} updates, which cannot be.")
+        if set(state) != set(mine):
+            raise CheckpointError(
+                f"The saved optimizer keeps {', '.join(sorted(state)) or 'no state'}; "
+                f"{type(self).__name__} keeps {', '.join(sorted(mine)) or 'none'}."
+            )
+        for kind, arrays in mine.items():
+            if odd := sorted(set(arrays) ^ set(state[kind])):
+                where = "saved state has no" if odd[0] in arrays else "model has no"
+                raise CheckpointError(f"Optimizer state {kind}: the {where} {odd[0]} ({len(odd)} such names).")
+            for name, array in arrays.items():
+                if array.shape != state[kind][name].shape:
+                    raise CheckpointError(
+                        f"Optimizer state {kind} of {name} is {state[kind][name].shape}, the model wants {array.shape}."
+                    )
+        for kind, arrays in mine.items():
+            for name, array in arrays.items():
+                array[...] = state[kind][name]
+        self.updates = updates
+
+
+def require(name: str, value: float, holds: bool, allowed: str) -> None:
+    """Refuse a hyper-parameter that is out of its range or not a finite number."""
+    if not (holds and math.isfinite(value)):
+        raise ConfigError(f"{name} {value} of the optimizer is out of range; allowed: {allowed}.")

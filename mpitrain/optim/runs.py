@@ -1,0 +1,84 @@
+"""Runs: neighbouring parameters of a flat buffer, seen as one long vector.
+
+An elementwise update does not care where one parameter ends and the next begins.  Weights and gradients that lie next
+to each other and are treated alike are therefore passed over as one 1-d view, which saves a dozen calls a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.backend import Array
+from mpitrain.nn.parameter import Parameter
+
+
+class Run(NamedTuple):
+    """Consecutive parameters as vectors.
+
+    Attributes:
+        weights, grads: 1-d views.
+        start: number of elements of the parameters before it, in the order given.
+        decay: whether weight decay applies.
+    """
+
+    weights: Array
+    grads: Array
+    start: int
+    decay: bool
+
+
+def join(parameters: Sequence[Parameter]) -> list[Run]:
+    """The fewest runs that cover the parameters in order; parameters without elements are left out."""
+    runs: list[Run] = []
+    group: list[Parameter] = []
+    end = 0
+    for p in parameters:
+        if p.data.size == 0:
+            continue
+        assert p.data.flags.c_contiguous, p
+        assert p.grad.flags.c_contiguous, p
+        assert (p.grad.shape, p.grad.dtype) == (p.data.shape, p.data.dtype), p
+        if group and not _continues(group[-1], p):
+            runs.append(_run(group, end))
+            group = []
+        group.append(p)
+        end += p.data.size
+    return [*runs, _run(group, end)] if group else runs
+
+
+def _continues(before: Parameter, p: Parameter) -> bool:
+    return p.decay == before.decay and _adjoins(before.data, p.data) and _adjoins(before.grad, p.grad)
+
+
+def _adjoins(before: Array, array: Array) -> bool:
+    """Whether the two are views of one buffer, and the second begins where the first ends."""
+    base: Any = array.base
+    return (
+        isinstance(base, type(array))
+        and base is before.base
+        and base.flags.c_contiguous
+        and array.dtype == before.dtype
+        and _address(array) == _address(before) + before.nbytes
+    )
+
+
+def _run(group: list[Parameter], end: int) -> Run:
+    size = sum(p.data.size for p in group)
+    return Run(_vector(group[0].data, size), _vector(group[0].grad, size), end - size, group[0].decay)
+
+
+def _vector(first: Array, size: int) -> Array:
+    """`size` elements from the first element of `first` on, in the buffer that `first` views."""
+    if size == first.size:
+        return first.reshape(-1)
+    start = _address(first) - _address(first.base)
+    raw = first.base.reshape(-1).view(np.uint8)
+    return raw[start : start + size * first.itemsize].view(first.dtype)
+
+
+def _address(array: Array) -> int:
+    interface = getattr(array, "__array_interface__", None) or array.__cuda_array_interface__
+    return int(interface["data"][0])

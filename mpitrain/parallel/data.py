@@ -1,0 +1,146 @@
+"""Data parallelism: one rule, and ways to carry it out.
+
+The rule: where a parameter is Replicate on an axis, its gradient is Partial there, so it is *summed over the merge of all
+axes where the parameter is Replicate*.  Nothing else happens to a gradient anywhere.  Which axes those are stands in the
+parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).
+
+All reductions are sums.  The mean is taken once, in the seed of backward, which is one over the number of targets of the
+whole step on all ranks.
+
+    FlatReducer       waits for the last backward, then one all-reduce a flat buffer
+    BucketedReducer   starts the all-reduce of a slice as soon as the gradients in it are final, while backward goes on
+
+In deterministic mode the two give the same bits, since each element is added up in rank order either way.
+
+Source: Goyal et al. 2017, arXiv:1706.02677 (synchronous sum); Li et al. 2020, arXiv:2006.15704, section 3.2 (buckets).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from mpitrain.comm.communicator import Communicator, Request
+from mpitrain.comm.mesh import Mesh
+from mpitrain.nn.parameter import Flat, Parameter
+
+
+class Reducer(Protocol):
+    """How gradients leave a rank: each parameter is announced when its gradient is final, then the step is finished."""
+
+    def add(self, parameter: Parameter) -> None:
+        """The gradient of `parameter` is final for this step."""
+
+    def finish(self) -> None:
+        """Every gradient is the sum over the ranks that share its parameter when this returns.
+
+        Parameters that were never added take part too, with zeros where this rank did not use them: which messages are
+        sent never depends on data.
+        """
+
+
+class FlatReducer:
+    """One all-reduce for each flat buffer, after the last backward.
+
+    Cost: wire bytes a rank 2 (n-1)/n x bytes of the gradients (ALGORITHMS: an all-reduce), whatever the number of
+    micro-batches.
+    """
+
+    def __init__(self, flats: Sequence[Flat], mesh: Mesh) -> None:
+        self._work = [(flat, mesh.merged(flat.axes)) for flat in flats]
+
+    def add(self, parameter: Parameter) -> None:
+        """Nothing can be sent before the whole buffer is final."""
+
+    def finish(self) -> None:
+        for flat, axis in self._work:
+            settle(flat.parameters)
+            if flat.axes:
+                axis.all_reduce(flat.grads, out=flat.grads)
+
+
+class BucketedReducer:
+    """All-reduces of slices, started while backward still computes the gradients of earlier layers.
+
+    Buckets are cut from the end of each flat buffer, because backward finishes the last layer first.  They are started
+    strictly in that order, which is fixed here and the same on all ranks: a bucket that happens to be ready early waits
+    for those before it.
+
+    Args:
+        flats: the model's flat buffers.
+        mesh: where the axes to sum over come from.
+        bucket_bytes: a bucket is closed when it holds at least this many bytes.
+    """
+
+    def __init__(self, flats: Sequence[Flat], mesh: Mesh, bucket_bytes: int = 1 << 20) -> None:
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Parameter, _Bucket] = {}
+        for flat in flats:
+            if not flat.axes:
+                continue
+            axis = mesh.merged(flat.axes)
+            for first, last in _cut_from_the_end(flat, bucket_bytes):
+                bucket = _Bucket(flat, first, last, axis)
+                self._buckets.append(bucket)
+                self._bucket_of.update((p, bucket) for p in bucket.parameters)
+        self._local = [p for flat in flats if not flat.axes for p in flat.parameters]
+        self._started = 0
+
+    def add(self, parameter: Parameter) -> None:
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        bucket.missing.discard(parameter)
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            self._start_next()
+
+    def finish(self) -> None:
+        settle(self._local)
+        while self._started < len(self._buckets):
+            self._start_next()
+        for bucket in self._buckets:
+            bucket.wait()
+        self._started = 0
+
+    def _start_next(self) -> None:
+        self._buckets[self._started].start()
+        self._started += 1
+
+
+class _Bucket:
+    """A slice of a flat buffer that is reduced by one message."""
+
+    def __init__(self, flat: Flat, first: int, last: int, axis: Communicator) -> None:
+        self.parameters = flat.parameters[first:last]
+        self.grads = flat.grads[flat.offsets[first] : flat.offsets[last]]
+        self.axis = axis
+        self.missing = set(self.parameters)
+        self.request: Request | None = None
+
+    def start(self) -> None:
+        settle(self.parameters)
+        self.request = self.axis.iall_reduce(self.grads, out=self.grads)
+
+    def wait(self) -> None:
+        assert self.request is not None
+        self.request.wait()
+        self.request = None
+        self.missing = set(self.parameters)
+
+
+def settle(parameters: Iterable[Parameter]) -> None:
+    """Zeros for the gradients that this rank's step did not produce."""
+    for p in parameters:
+        p.settle()
+
+
+def _cut_from_the_end(flat: Flat, bucket_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of parameters (first, last + 1), from the last to the first, each of at least `bucket_bytes`."""
+    itemsize = flat.grads.dtype.itemsize
+    ranges = []
+    last = len(flat.parameters)
+    for first in range(len(flat.parameters) - 1, -1, -1):
+        if first == 0 or (flat.offsets[last] - flat.offsets[first]) * itemsize >= bucket_bytes:
+            ranges.append((first, last))
+            last = first
+    return ranges

@@ -1,0 +1,103 @@
+"""Tensor parallelism: a matrix cut over the ranks of an axis, and the message that makes the product whole again.
+
+A column-parallel layer followed by a row-parallel one needs one all-reduce forward and one backward:
+
+    x  --copy-->  x W_i  -- gelu -->  h_i V_i  --all_reduce-->  y        W = [W_0 | W_1],  V = [V_0 ; V_1]
+
+Models are built from these layers from the start; on an axis of one rank they *are* the serial layers.
+
+Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (there: f and g).
+"""
+
+from __future__ import annotations
+
+from mpitrain import collectives
+from mpitrain.autograd.ops import linear
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.comm.communicator import Communicator
+from mpitrain.errors import ShapeError
+from mpitrain.nn import init as initial
+from mpitrain.nn.module import Module
+from mpitrain.nn.parameter import Initializer, Parameter
+from mpitrain.spec import Shard
+
+
+class ColumnLinear(Module):
+    """y = x W + b with the columns of W cut over `axis`:  W = [W_0 | W_1 | ...].
+
+    x (..., in)      Invariant on axis    every rank has the same input
+    y (..., out/n)   Shard(-1) on axis    rank i holds columns [i out/n, (i+1) out/n)
+
+    Forward sends nothing.  Backward all-reduces the gradient of x, the dual of `copy`.
+
+    Raises:
+        ShapeError: out_features is not divisible by axis.size.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        axis: Communicator,
+        *,
+        bias: bool = True,
+        init: Initializer | None = None,
+    ) -> None:
+        super().__init__(name)
+        _check_divides(self, "out_features", out_features, axis)
+        self.axis = axis
+        shape = (in_features, out_features)
+        self.weight = Parameter(
+            f"{name}.weight", shape, {axis.name: Shard(1)}, init=init or initial.fan_in(), decay=True
+        )
+        self.bias = (
+            Parameter(f"{name}.bias", (out_features,), {axis.name: Shard(0)}, init=initial.zeros) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(collectives.copy(x, self.axis), self.weight, self.bias)
+
+
+class RowLinear(Module):
+    """y = x W + b with the rows of W cut over `axis`, for an x that is cut by columns already.
+
+    x (..., in/n)    Shard(-1) on axis
+    y (..., out)     Invariant on axis
+
+    Forward all-reduces the product; backward sends nothing.  The bias is added once, after the sum.
+
+    Raises:
+        ShapeError: in_features is not divisible by axis.size.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        axis: Communicator,
+        *,
+        bias: bool = True,
+        init: Initializer | None = None,
+    ) -> None:
+        super().__init__(name)
+        _check_divides(self, "in_features", in_features, axis)
+        self.axis = axis
+        shape = (in_features, out_features)
+        self.weight = Parameter(
+            f"{name}.weight", shape, {axis.name: Shard(0)}, init=init or initial.fan_in(), decay=True
+        )
+        self.bias = Parameter(f"{name}.bias", (out_features,), init=initial.zeros) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = collectives.all_reduce(linear(x, self.weight, None), self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+def _check_divides(layer: Module, what: str, length: int, axis: Communicator) -> None:
+    if length % axis.size:
+        kind = type(layer).__name__
+        raise ShapeError(
+            f"{layer.name} ({kind}): {what} {length} is not divisible by axis {axis.name} of size {axis.size}."
+        )

@@ -1,0 +1,191 @@
+"""The executor: runs one rank's list of actions, step after step.
+
+It is the only train loop there is.  Gradient accumulation is the row of one stage with several micro-batches; every other
+way to train is another list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpitrain.autograd.tape import Tape
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import array_module, to_host
+from mpitrain.comm.mesh import Mesh
+from mpitrain.errors import NumericsError, ScheduleError
+from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.nn.module import Module
+from mpitrain.optim.clip import coefficient, scale, sum_of_squares
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.parallel.data import FlatReducer, Reducer
+from mpitrain.pipeline.action import Action, Schedule
+from mpitrain.pipeline.simulate import check
+
+DATA_AXES = ("edp", "ep", "cp")
+"""The axes whose ranks see different tokens: what is counted per token is summed over their merge."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did; the same on every rank.
+
+    loss: mean over all valid targets of the step, in nats; grad_norm: global, before clipping; lr: used in this step;
+    targets: how many counted.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    targets: int
+
+
+class Executor:
+    """Runs steps.
+
+    Args:
+        model: `model(batch) -> Tensor`, the sum over the batch's valid targets of the loss.
+        optimizer: over the model's parameters.
+        mesh: the layout.
+        rows: the schedule, one row a pipeline rank; checked here, before the first step.
+        reducer: how gradients are summed; one flat all-reduce unless given.
+        clip: largest global gradient norm; 0 leaves gradients alone.
+        lr: learning rate by number of updates done; the optimizer's own constant unless given.
+
+    Raises:
+        ScheduleError: the rows cannot run, or their number is not that of the pipeline's ranks.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        rows: Schedule,
+        *,
+        reducer: Reducer | None = None,
+        clip: float = 0.0,
+        lr: Callable[[int], float] | None = None,
+    ) -> None:
+        if len(rows) != mesh.pp.size:
+            raise ScheduleError(f"the schedule has {len(rows)} rows for {mesh.pp.size} pipeline ranks")
+        self.peaks = check(rows)
+        self.model = model
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.row = rows[mesh.pp.rank]
+        self.reducer = reducer if reducer is not None else FlatReducer(model.flats, mesh)
+        self.clip = clip
+        self.lr = lr
+        self.report: StepReport | None = None
+        self.empty_steps = 0  # steps in which no rank had a valid target
+        self._axis = mesh.merged(DATA_AXES)
+        self._counted = [p for p in model.parameters() if self._counts(p)]
+        self._last_backward = max(place for place, action in enumerate(self.row) if action.kind == "B")
+        self._num_micro = sum(action.kind == "F" for action in self.row)
+
+    def step(self, batch: Any) -> float:
+        """One step on this rank's part of the global batch.
+
+        Args:
+            batch: has `.split(m)` into m micro-batches, each with `.count` valid targets.
+
+        Returns:
+            The loss: mean over all valid targets of all ranks, the same number on every rank.
+
+        Raises:
+            NumericsError: the loss or the gradient norm is not finite; on every rank, and no weight was changed.
+        """
+        self.model.start_step()
+        step = _Step(batch)
+        listeners = LISTENERS.get()
+        for place, action in enumerate(self.row):
+            if listeners:
+                tell(listeners, Event("action", "begin", str(action), {"action": action}))
+            self._run(action, step, place)
+            if listeners:
+                tell(listeners, Event("action", "end", str(action), {"action": action}))
+        assert self.report is not None
+        return self.report.loss
+
+    def _run(self, action: Action, step: _Step, place: int) -> None:
+        micro = action.micro
+        match action.kind:
+            case "LOAD":
+                if not step.micros:
+                    step.micros = step.batch.split(self._num_micro)
+            case "COUNT":
+                mine = np.array([sum(micro.count for micro in step.micros)], np.int64)
+                step.targets = int(self._axis.all_reduce(mine)[0])
+                self.empty_steps += step.targets == 0
+            case "F":
+                with Tape() as tape:
+                    loss = self.model(step.micros[micro])
+                step.flying[micro] = (loss, tape)
+                step.loss += float(to_host(loss.data))
+            case "B":
+                loss, tape = step.flying.pop(micro)
+                # The one place where the mean is taken: d(mean loss)/d(sum of losses) = 1 / targets of the whole step.
+                seed = array_module(loss.data).full_like(loss.data, 1.0 / step.targets if step.targets else 0.0)
+                for final in tape.backward([(loss, seed)]):
+                    if place == self._last_backward:
+                        for p in final:
+                            self.reducer.add(p)
+            case "REDUCE":
+                self.reducer.finish()
+            case "STEP":
+                self._update(step)
+
+    def _update(self, step: _Step) -> None:
+        """Norm over all ranks, clipping, optimizer.  One small all-reduce; every rank gets the same bits."""
+        mesh = self.mesh
+        own = sum_of_squares(p.grad for p in self._counted)
+        first_of_tp = mesh.coords["tp"] == 0
+        sums = np.array([step.loss if first_of_tp else 0.0, own], np.float64)
+        loss_sum, squares = (float(value) for value in mesh.world.all_reduce(sums))
+        norm = math.sqrt(squares) if squares >= 0 else math.nan
+        loss = loss_sum / step.targets if step.targets else 0.0
+        updates = self.optimizer.updates
+        lr = self.lr(updates) if self.lr is not None else self.optimizer.lr
+        self.report = StepReport(loss, norm, lr, step.targets)
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            raise NumericsError(
+                f"after {updates} updates the loss is {loss} and the gradient norm {norm}: not finite.\n"
+                "No weight was changed by this step.  Way out: a lower --lr, a longer --warmup, or --clip 1."
+            )
+        factor = coefficient(norm, self.clip or None)
+        if factor < 1.0:
+            scale((flat.grads for flat in self.model.flats), factor)
+        self.optimizer.step(lr)
+
+    def _counts(self, p: Any) -> bool:
+        """Whether this rank counts a parameter in the norm: where it is neither cut nor local, the first rank does."""
+        counted_everywhere = p.spec.norm_axes()
+        return all(index == 0 or axis in counted_everywhere for axis, index in self.mesh.coords.items())
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """Mean loss over the valid targets of all ranks' batches, without tape and dropout; the same on every rank.
+
+        Ranks may have different numbers of batches, or none.
+        """
+        sums = np.zeros(2, np.float64)
+        for batch in batches:
+            loss: Tensor = self.model(batch)
+            sums += (float(to_host(loss.data)), batch.count)
+        total, targets = self._axis.all_reduce(sums)
+        return float(total / targets) if targets else 0.0
+
+
+class _Step:
+    """What is alive during one step."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.micros: list[Any] = []
+        self.flying: dict[int | None, tuple[Tensor, Tape]] = {}
+        self.targets = 0
+        self.loss = 0.0

@@ -1,0 +1,48 @@
+"""What the start block says of a run: the model, the ranks and where they run, the text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mpitrain.comm.mesh import Mesh
+from mpitrain.config import Config
+from mpitrain.data.corpus import Corpus
+from mpitrain.models.gpt import GPT
+
+
+def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) -> list[tuple[str, str]]:
+    """Labels and values, in the order in which they are printed."""
+    world = mesh.world
+    grid = str(mesh).splitlines()[0].removeprefix(f"mesh of {world.size} ranks: ")
+    micro = f", in {config.microbatches} micro-batches" if config.microbatches > 1 else ""
+    sums = "in rank order (deterministic)" if world.deterministic else "in the order of the MPI library"
+    return [
+        (
+            "model",
+            f"{config.model}: {config.layers} layers, width {config.width}, {config.heads} heads, "
+            f"{config.seq_len} tokens, {'tied' if config.tied else 'untied'} head",
+        ),
+        ("parameters", f"{model.num_parameters:,} in {config.dtype}, {len(model.parameters())} tensors"),
+        ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
+        ("mesh", grid.removeprefix("mesh of 1 rank: ")),
+        ("ranks", f"{world.size} on {_cores()}, {blas_threads()} BLAS thread each"),
+        ("messages", f"{world.library}; {config.reducer} sums {sums}" + (f"; {world.progress}" if world.progress else "")),
+        ("corpus", str(corpus)),
+        ("run", str(folder)),
+    ]
+
+
+def _cores() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{cores} core{'s' if cores != 1 else ''}"
+
+
+def blas_threads() -> str:
+    """Threads of the BLAS that NumPy uses, as it says itself; `?` where it cannot be asked."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return os.environ.get("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "?"))
+    counts = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return str(max(counts)) if counts else "?"

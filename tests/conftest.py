@@ -1,0 +1,29 @@
+"""What holds for all tests: slow ones run only when asked for, and one BLAS thread, as in each rank of many."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):  # before NumPy is imported
+    os.environ.setdefault(name, "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves slow tests out, unless the -m expression speaks of them or the command line names the test itself."""
+    if "slow" in config.option.markexpr:
+        return
+    named = [(Path(path).resolve(), name) for path, _, name in (arg.partition("::") for arg in config.args) if name]
+
+    def is_wanted(item: pytest.Item) -> bool:
+        name = item.nodeid.partition("::")[2]
+        return item.get_closest_marker("slow") is None or any(
+            item.path == path and name.startswith(wanted) for path, wanted in named
+        )
+
+    left_out = [item for item in items if not is_wanted(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_wanted(item)]

@@ -1,0 +1,59 @@
+"""A transport on which every message takes a while longer: `LocalWorld(4, wrap=delayed(0.02))`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpitrain.comm.transport import Pending, Transport
+
+
+class Late:
+    """A message that is complete when it is, and not before `due`."""
+
+    def __init__(self, pending: Pending, due: float) -> None:
+        self._pending = pending
+        self._due = due
+
+    def test(self) -> bool:
+        return self._pending.test() and time.monotonic() >= self._due
+
+    def wait(self) -> None:
+        self._pending.wait()
+        time.sleep(max(0.0, self._due - time.monotonic()))
+
+
+class Delayed:
+    """All verbs of a transport, each message `seconds` late, counted from when this rank posts it."""
+
+    def __init__(self, transport: Transport, seconds: float) -> None:
+        self._transport = transport
+        self._seconds = seconds
+        self.rank, self.size, self.kind = transport.rank, transport.size, transport.kind
+        self.messages = 0
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        do = getattr(self._transport, verb)
+
+        def late(*args: Any) -> Any:
+            self.messages += 1
+            due = time.monotonic() + self._seconds
+            if verb in ("isend", "irecv") or verb.startswith("iall"):
+                return Late(do(*args), due)
+            do(*args)
+            time.sleep(max(0.0, due - time.monotonic()))
+            return None
+
+        return late
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Transport:
+        return Delayed(self._transport.group(ranks, name), self._seconds)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def delayed(seconds: float) -> Callable[[Transport], Transport]:
+    """A wrapper for `LocalWorld(..., wrap=...)`."""
+    return lambda transport: Delayed(transport, seconds)

@@ -1,0 +1,66 @@
+"""The examples run on any number of ranks, print their lesson, and end with a difference as small as they say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+LESSONS = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))
+
+# The differences that an example prints, and their largest allowed values.  A relative difference of sums in float64
+# is some units of 1e-16; central differences with a step of 1e-6 are good to about 1e-9.
+LIMITS = {"central differences": 1e-6, "an adjoint": 1e-12, "a loss to the serial run": 1e-10, "a weight": 1e-10}
+
+
+def differences(printed: str) -> dict[str, float]:
+    """What a lesson says of itself in its last lines."""
+    found = re.findall(r"^largest difference (?:of|to) (.+?):\s+([0-9.e+-]+)", printed, re.MULTILINE)
+    return {what: float(value) for what, value in found}
+
+
+def check(printed: str) -> None:
+    found = differences(printed)
+    assert found
+    for what, value in found.items():
+        limit = next(limit for name, limit in LIMITS.items() if what.startswith(name))
+        assert value <= limit, (what, value)
+
+
+@pytest.mark.parametrize(
+    ("lesson", "ranks"),
+    [
+        ("01_autograd", 1),
+        ("02_collectives", 1),
+        ("02_collectives", 3),
+        ("03_data_parallel", 1),
+        ("03_data_parallel", 7),
+    ],
+)
+def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Callable[..., str]) -> None:
+    launch = "python" if ranks == 1 else f"mpitrain local -n {ranks}"
+    check(run(f"{launch} {EXAMPLES}/{lesson}.py"))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("lesson", ["02_collectives", "03_data_parallel"])
+def test_a_lesson_prints_the_same_on_processes_as_on_threads(lesson: str, run: Callable[..., str]) -> None:
+    printed = run(f"mpirun -n 2 python {EXAMPLES}/{lesson}.py")
+    check(printed)
+    local = run(f"mpitrain local -n 2 {EXAMPLES}/{lesson}.py")
+    # All but the differences, whose last bits are the MPI library's order of sums.
+    blurred = [re.sub(r"[0-9.]+e[+-][0-9]+", "?", text) for text in (printed, local)]
+    assert blurred[0] == blurred[1]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_is_short_and_says_how_it_is_run(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    docstring = text.split('"""')[1]
+    assert docstring.startswith("Lesson ")
+    assert f"examples/{path.name}" in docstring

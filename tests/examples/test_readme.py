@@ -1,0 +1,279 @@
+"""What the README and the pages of docs/ say is true: code runs and prints what they show, links lead somewhere.
+
+A block of a page is marked by the word behind its opening fence:
+
+    python              runs with the blocks of its page before it; a text block right behind it is what it prints
+    python ranks=2      runs on two ranks
+    python file=x.py    a complete script
+    sh                  every line stands in COMMANDS below, with the small form in which it is run here
+    bash file=x.sh      a shell script: its syntax is checked, and its commands stand in COMMANDS, too
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib.util
+import io
+import re
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from mpitrain.comm.local import LocalWorld
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+TINY = "--layers 1 --width 16 --heads 2 --seq-len 16 --batch 4 --data book.txt --sample-length 8"
+
+MPI = "mpi"  # the small form launches MPI processes
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    # what the documents say: how it is run here, and whether that takes MPI
+    "./run_mpi.sh -n 8 examples/train_gpt.py": (f"./run_mpi.sh -n 2 examples/train_gpt.py --steps 3 {TINY}", MPI),
+    "./run_mpi.sh test": (f"./run_mpi.sh test -q {ROOT}/tests/pure/test_spec.py", ""),
+    "MPITRAIN_MPI=system ./run_mpi.sh doctor": ("./run_mpi.sh doctor", ""),
+    "python train.py": ("python train.py", ""),
+    "mpirun -n 4 python train.py": ("mpirun -n 2 python train.py", MPI),
+    "mpitrain local -n 4 train.py": ("mpitrain local -n 2 train.py", ""),
+    "mpirun -n 8 python examples/train_gpt.py": (f"mpirun -n 2 python examples/train_gpt.py --steps 2 {TINY}", MPI),
+    "python examples/train_gpt.py --steps 5": (f"python examples/train_gpt.py --steps 5 {TINY}", ""),
+    "mpitrain local -n 4 examples/train_gpt.py --steps 5": (
+        f"mpitrain local -n 2 examples/train_gpt.py --steps 5 {TINY}",
+        "",
+    ),
+    "python examples/01_autograd.py": ("python examples/01_autograd.py", ""),
+    "mpitrain local -n 4 examples/02_collectives.py": ("mpitrain local -n 2 examples/02_collectives.py", ""),
+    "mpitrain local -n 4 examples/03_data_parallel.py": ("mpitrain local -n 3 examples/03_data_parallel.py", ""),
+    # docs/how-to/train-on-your-text.md
+    "./run_mpi.sh -n 8 examples/train_gpt.py --data book.txt": (f"python examples/train_gpt.py --steps 2 {TINY}", ""),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --data notes/": (
+        f"python examples/train_gpt.py --steps 2 {TINY} --data notes/",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --data tokens/": (
+        f"python examples/train_gpt.py --steps 2 {TINY} --data tokens/",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --data book.txt --budget 600": (
+        f"python examples/train_gpt.py --budget 1 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --data book.txt --model gpt-small --batch 32 --steps 5000": (
+        "python examples/train_gpt.py --data book.txt --model gpt-small --width 48 --seq-len 16 --batch 2 --steps 1",
+        "",
+    ),
+    # docs/how-to/save-and-resume.md, in the order of the page
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --steps 2000 --save-every 500": (
+        f"python examples/train_gpt.py --run runs/a --steps 4 --save-every 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --resume latest": (
+        f"python examples/train_gpt.py --run runs/a --steps 4 --stop-after 2 {TINY}\n"
+        "python examples/train_gpt.py --run runs/a --resume latest",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --steps 2000 --stop-after 1000": (
+        f"python examples/train_gpt.py --run runs/a --steps 4 --stop-after 2 {TINY}",
+        "",
+    ),
+    # docs/how-to/debug-a-hang.md
+    "./run_mpi.sh -n 2 examples/train_gpt.py --steps 50 --timeout 20": (
+        f"./run_mpi.sh -n 2 examples/train_gpt.py --steps 3 --timeout 20 {TINY}",
+        MPI,
+    ),
+    # docs/how-to/run-on-a-cluster.md
+    "./run_mpi.sh examples/train_gpt.py --run runs/$SLURM_JOB_ID --steps 20000 --save-every 1000": (
+        f"python examples/train_gpt.py --run runs/7 --steps 4 --save-every 2 {TINY}",
+        "",
+    ),
+}
+
+SMALLER = {"load()": 'load("book.txt")', "stop_step=400": "stop_step=3"}  # how the README's script is made small
+
+
+class Block(NamedTuple):
+    """A fenced block of a page; `shown` is the text block right behind it."""
+
+    page: Path
+    line: int
+    language: str
+    attributes: dict[str, str]
+    text: str
+    shown: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+_FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    fences = list(_FENCE.finditer(text))
+    found = []
+    for fence, after in zip_longest(fences, fences[1:]):
+        follows = after is not None and after[1] == "text" and not text[fence.end() : after.start()].strip()
+        attributes = dict(pair.split("=", 1) for pair in fence[2].split())
+        line = text.count("\n", 0, fence.start()) + 1
+        found.append(Block(page, line, fence[1], attributes, fence[3], after[3] if after and follows else None))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SCRIPT = next(block for block in BLOCKS if block.attributes.get("file") == "train.py")
+
+
+def commands_of(block: Block) -> list[str]:
+    """Its commands, one a line; of a script those that start something of ours."""
+    lines = [line.partition("  #")[0].strip() for line in block.text.replace("\\\n", " ").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if block.language == "bash":
+        lines = [line for line in lines if re.match(r"\./run_mpi|python|mpi", line)]
+    return lines
+
+
+SHOWN_COMMANDS = {
+    command: block for block in BLOCKS if block.language in ("sh", "bash") for command in commands_of(block)
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in which the documents' commands run: the clone's files, the README's script, three small texts."""
+    for name in ("examples", "run_mpi.sh"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = SCRIPT.text
+    for large, small in SMALLER.items():
+        assert large in script, f"{SCRIPT}: {large} is not there to be made smaller"
+        script = script.replace(large, small)
+    (tmp_path / "train.py").write_text(script)
+    text = "".join(f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(99, 0, -1))
+    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/one.txt").write_text(text)
+    (tmp_path / "tokens").mkdir()
+    np.arange(2000, dtype=np.uint16).__mod__(97).tofile(tmp_path / "tokens/train.bin")
+    return tmp_path
+
+
+def test_every_command_of_the_documents_is_known_here_and_every_one_known_is_shown() -> None:
+    unknown = {f"{block}: {command}" for command, block in SHOWN_COMMANDS.items() if command not in COMMANDS}
+    assert not unknown, "say in COMMANDS how these are run small"
+    forgotten = set(COMMANDS) - set(SHOWN_COMMANDS)
+    assert not forgotten, "no document shows these any more"
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.mpi if mpi else (), id=c) for c, (_, mpi) in COMMANDS.items()]
+)
+def test_a_command_of_the_documents_works(command: str, folder: Path, run: Callable[..., str]) -> None:
+    assert run(COMMANDS[command][0], folder).strip()
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
+def test_a_shell_script_of_the_documents_is_one(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    assert commands_of(block)
+
+
+# -------------------------------------------------------------------------------------------------------------- Python
+
+
+def test_the_script_of_the_readme_has_at_most_20_lines() -> None:
+    code = [line for line in SCRIPT.text.splitlines() if line.strip()]
+    assert len(code) <= 20
+
+
+def test_the_script_of_the_readme_gives_the_same_losses_alone_and_on_two_local_ranks(
+    folder: Path, run: Callable[..., str]
+) -> None:
+    alone = run("python train.py", folder)
+    assert alone.count("loss") >= 2
+    assert run("mpitrain local -n 2 train.py", folder) == alone
+
+
+@pytest.mark.mpi
+def test_the_script_of_the_readme_gives_the_same_losses_alone_and_on_two_processes(
+    folder: Path, run: Callable[..., str]
+) -> None:
+    assert run("mpirun -n 2 python train.py", folder) == run("python train.py", folder)
+
+
+PYTHON_PAGES = [
+    page
+    for page in PAGES
+    if any(b.page == page and b.language == "python" and "file" not in b.attributes for b in BLOCKS)
+]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone: dict[str, object] = {"__name__": "page"}
+    for block in BLOCKS:
+        if block.page != page or block.language != "python" or "file" in block.attributes:
+            continue
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        ranks = int(block.attributes.get("ranks", "0"))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            if ranks:
+                LocalWorld(ranks).run(lambda code=code: exec(code, {"__name__": "page"}))
+            else:
+                exec(code, alone)
+        if block.shown is not None:
+            checker, options = doctest.OutputChecker(), doctest.ELLIPSIS
+            same = checker.check_output(block.shown, printed.getvalue(), options)
+            assert same, f"{block} prints\n{printed.getvalue()}but shows\n{block.shown}"
+
+
+# --------------------------------------------------------------------------------------------------- links and pictures
+
+
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_is_well_formed_and_shown_somewhere(picture: Path) -> None:
+    assert ElementTree.fromstring(picture.read_text(encoding="utf-8")).tag.endswith("svg")
+    assert any(picture.name in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def test_generated_tables_and_pictures_are_current() -> None:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    stale = [path for path, text in generate.current().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run: python docs/generate.py"

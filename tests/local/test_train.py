@@ -1,0 +1,149 @@
+"""The whole trainer, on ranks that are threads: what it writes, and that stopping and going on changes nothing."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from mpitrain import checkpoint, config
+from mpitrain.comm.local import LocalWorld
+from mpitrain.errors import CheckpointError, ConfigError, DataError, MeshError, UserError
+from mpitrain.train import main
+
+TEXT = "".join(f"{n} bottles of milk on the wall, {n} bottles of milk; take {n % 7} down.\n" for n in range(400))
+TINY = "--model gpt-tiny --layers 1 --batch 12 --lr 0.01 --dropout 0.1 --sample-length 20 --deterministic".split()
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text with space é.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return str(path)
+
+
+def train(ranks, run, text, *flags):
+    LocalWorld(ranks).run(main, [*TINY, "--data", text, "--run", str(run), *flags])
+
+
+def metrics(run):
+    records = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in records]
+
+
+def state(run, step):
+    """Digest of every file of tensors of a checkpoint."""
+    folder = Path(run) / "checkpoints" / f"step-{step:08}"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.h5"))}
+
+
+def test_a_run_leaves_settings_metrics_curve_and_a_sample(tmp_path, text, capsys):
+    run = tmp_path / "run"
+    train(3, run, text, "--steps", "6", "--eval-every", "4", "--log-every", "2")
+    records = metrics(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["tokens"] for record in records] == [12 * 32 * n for n in range(1, 7)]
+    assert [record["step"] for record in records if "val_loss" in record] == [4, 6]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert (run / "loss.svg").read_text().startswith("<")
+    assert len((run / "sample.txt").read_text(encoding="utf-8")) > 20
+    assert config.load(str(run / "config.toml")).steps == 6
+    out = capsys.readouterr().out
+    assert out.count("step 6/6") == 1  # one reporter
+    for word in ("gpt-tiny", "parameters", "mesh", "3 threads of one process", "corpus", "done in"):
+        assert word in out
+
+
+def test_the_same_run_on_another_number_of_ranks_has_the_same_curve_and_sample(tmp_path, text):
+    for ranks in (1, 4):
+        train(ranks, tmp_path / str(ranks), text, "--steps", "5", "--dtype", "float64", "--microbatches", "3")
+    for one, four in zip(metrics(tmp_path / "1"), metrics(tmp_path / "4"), strict=True):
+        assert one == pytest.approx(four, rel=1e-10)
+    assert (tmp_path / "1" / "sample.txt").read_text() == (tmp_path / "4" / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+def test_stopping_and_going_on_gives_the_same_bits(tmp_path, text, stop):
+    flags = ["--steps", "7", "--save-every", "7", "--eval-every", "3"]
+    train(2, tmp_path / "whole", text, *flags)
+    train(2, tmp_path / "parts", text, *flags, "--stop-after", str(stop))
+    assert [record["step"] for record in metrics(tmp_path / "parts")] == list(range(1, stop + 1))
+    train(2, tmp_path / "parts", text, *flags, "--resume", "latest")
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert state(tmp_path / "parts", 7) == state(tmp_path / "whole", 7) != {}
+
+
+def test_going_on_after_a_kill_behind_the_last_save_repeats_no_step(tmp_path, text):
+    """The metrics hold steps that the checkpoint does not: they are measured again, and stand once."""
+    run = tmp_path / "run"
+    train(2, run, text, "--steps", "6", "--save-every", "4")
+    whole = metrics(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # a torn line
+    train(2, run, text, "--steps", "6", "--save-every", "4", "--resume", str(run / "checkpoints" / "step-00000004"))
+    assert metrics(run) == whole
+
+
+def test_a_checkpoint_also_loads_on_another_number_of_ranks(tmp_path, text):
+    flags = ["--steps", "6", "--dtype", "float64"]
+    train(1, tmp_path / "whole", text, *flags)
+    train(4, tmp_path / "parts", text, *flags, "--stop-after", "3")
+    train(3, tmp_path / "parts", text, *flags, "--resume", "latest")
+    for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+def test_a_budget_is_turned_into_steps_once_and_written_down(tmp_path, text):
+    run = tmp_path / "run"
+    train(2, run, text, "--budget", "1", "--stop-after", "2")
+    fixed = config.load(str(run / "config.toml"))
+    assert fixed.budget is None
+    assert fixed.steps >= 1
+    again = fixed.steps
+    train(2, run, text, "--budget", "1", "--stop-after", "3", "--resume", "latest")
+    assert config.load(str(run / "config.toml")).steps == again
+    reference = tmp_path / "reference"
+    train(2, reference, text, "--steps", str(again), "--stop-after", "3")
+    assert metrics(run) == metrics(reference)  # the timed steps left nothing behind
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [
+        (["--dp", "2"], MeshError, "--dp 2"),
+        (["--batch", "13"], ConfigError, "--batch 13"),
+        (["--data", "missing.txt"], DataError, "missing.txt"),
+        (["--resume", "latest"], CheckpointError, "no complete checkpoint"),
+        (["--steps", "0"], ConfigError, "--steps 0"),
+    ],
+)
+def test_a_mistake_is_refused_on_every_rank_and_leaves_nothing(tmp_path, text, flags, error, words):
+    errors = []
+
+    def run():
+        try:
+            main([*TINY, "--data", text, "--run", str(tmp_path / "run"), "--steps", "3", *flags])
+        except UserError as raised:
+            errors.append(raised)
+
+    LocalWorld(4).run(run)
+    assert len(errors) == 4
+    assert {str(raised) for raised in errors} == {str(errors[0])}
+    assert isinstance(errors[0], error)
+    assert words in str(errors[0])
+    assert len(str(errors[0]).splitlines()) <= 5
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_or_text_cannot_go_on_with_a_checkpoint(tmp_path, text):
+    run = tmp_path / "run"
+    train(1, run, text, "--steps", "4", "--stop-after", "2")
+    with pytest.raises(CheckpointError, match="saved with width 32, now it is 64"):
+        train(1, run, text, "--steps", "4", "--width", "64", "--resume", "latest")
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT[1:])
+    with pytest.raises(CheckpointError, match="another text"):
+        train(1, run, str(other), "--steps", "4", "--resume", "latest")
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
+        train(1, run, text, "--steps", "4")
+    assert checkpoint.latest(run).name == "step-00000002"

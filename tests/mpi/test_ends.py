@@ -1,0 +1,156 @@
+"""However a job ends, it ends: at once, on all ranks, with one clear message and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kill_matrix import few_cases, run_case
+from mpi_launch import Launch, Run
+
+pytestmark = pytest.mark.mpi
+SCRIPT = str(Path(__file__).with_name("end_script.py"))
+Mpirun = Callable[..., Run]
+QUICK = 15.0  # launch, a fault, at most 10 s
+
+
+def test_every_case_of_the_matrix_is_made_of_ways_phases_and_both_ends() -> None:
+    ways, phases, ranks = (set(column) for column in zip(*few_cases(4), strict=True))
+    assert (len(ways), len(phases), ranks) == (8, 6, {0, 3})
+
+
+@pytest.mark.parametrize(("how", "phase", "rank"), few_cases(4), ids=lambda part: str(part).replace(" ", "-"))
+def test_one_rank_dies_and_all_are_gone_within_ten_seconds(how: str, phase: str, rank: int, tmp_path: Path) -> None:
+    """C72; all 96 cases: python tests/mpi/kill_matrix.py."""
+    outcome = run_case(how, phase, rank, 4, tmp_path)
+    assert not outcome.trouble, f"{outcome.trouble}\n{outcome.output}"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "call"),
+    [
+        ("nobody_sends", "recv on world from rank 1 of it, call 1, (4,) float64"),
+        ("nobody_receives", "send on world to rank 1 of it, call 1, (2097152,) float64"),
+        ("nobody_answers_a_request", "wait iall_reduce on world, call 2, (4,) float64"),
+        ("nobody_makes_the_axis", "group on the making of axis tp, call 1"),
+    ],
+)
+def test_a_rank_that_leaves_early_with_code_0_ends_whoever_waits_for_it(
+    mpirun: Mpirun, scenario: str, call: str
+) -> None:
+    run = mpirun(2, SCRIPT, scenario, timeout=30)
+    assert run.code == 1
+    assert run.seconds < QUICK
+    assert f"CommError: rank 1 left, but rank 0 waits for it in {call}" in run.output
+    assert "at end_script.py:" in run.output
+
+
+def test_a_user_error_that_all_ranks_raise_is_printed_once_without_traceback(mpirun: Mpirun) -> None:
+    run = mpirun(4, SCRIPT, "all_raise_a_user_error", timeout=30)
+    assert run.code == 2
+    assert run.output.count("MeshError: --pp 3 needs 3 ranks") == 1
+    assert "Traceback" not in run.output
+    assert "MPI_Abort" not in run.output.replace("MPI_ABORT", "MPI_Abort")  # they left in good order
+
+
+def test_a_user_error_of_one_rank_ends_all_and_is_the_only_message(mpirun: Mpirun) -> None:
+    run = mpirun(4, SCRIPT, "one_raises_a_user_error", timeout=30)
+    assert run.code == 2
+    assert run.seconds < QUICK
+    assert run.output.count("MeshError: only rank 1 sees it") == 1
+    assert "CommError" not in run.output
+    assert "Traceback" not in run.output
+
+
+def test_ranks_that_all_exit_with_one_code_end_with_that_code(mpirun: Mpirun) -> None:
+    run = mpirun(4, SCRIPT, "all_exit_with_85", timeout=30)
+    assert run.code == 85
+    assert "Error:" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("scenario", "error"),
+    [("interrupted", "KeyboardInterrupt"), ("a_thread_fails", "ZeroDivisionError")],
+)
+def test_an_exception_of_any_kind_or_thread_is_printed_once_with_its_rank(
+    mpirun: Mpirun, scenario: str, error: str
+) -> None:
+    run = mpirun(4, SCRIPT, scenario, timeout=30)
+    assert run.code not in (0, None)
+    assert run.seconds < QUICK
+    assert run.output.count("Traceback (most recent call last)") == 1
+    assert "[rank 1] Traceback" in run.output
+    assert error in run.output
+
+
+def test_a_hard_exit_with_0_is_not_taken_for_success(mpirun: Mpirun) -> None:
+    """MPICH's launcher alone would end the others and report 0."""
+    run = mpirun(4, SCRIPT, "hard_exit_with_0", timeout=30)
+    assert run.code not in (0, None)
+    assert run.seconds < QUICK
+    assert "rank 1 left with exit code 0 at end_script.py:" in run.output
+
+
+def test_waiting_beyond_the_limit_reports_where_every_rank_is(mpirun: Mpirun) -> None:
+    run = mpirun(4, SCRIPT, "hangs", timeout=30)
+    assert run.code == 1
+    assert run.seconds < QUICK
+    assert "CommError: no answer for 3 s (--timeout)." in run.output
+    assert "ranks 0,2,3 wait in all_reduce on world, call 2, (4, 3) float32, at end_script.py:" in run.output
+    assert "rank 1 runs, after all_reduce on world, call 1, (4,) float64" in run.output
+
+
+def test_a_rank_that_never_starts_ends_the_others_after_the_start_timeout(mpirun: Mpirun) -> None:
+    run = mpirun(4, SCRIPT, "one_never_starts", timeout=30, env={"MPITRAIN_START_TIMEOUT": "4"})
+    assert run.code not in (0, None)
+    assert run.seconds < QUICK
+    assert run.output.count("LaunchError: not all 4 ranks that the launcher announced") == 1
+
+
+def test_ranks_die_with_their_launcher_and_leave_nothing_in_shared_memory(launcher: type[Launch]) -> None:
+    def boards() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith("mpitrain-board")}
+
+    before = boards()
+    with launcher(4, sys.executable, SCRIPT, "never_ends", timeout=60) as job:
+        deadline = time.monotonic() + 30
+        while job.output().count("under way") < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(job.ranks()) == 4, job.output()
+        assert boards() <= before  # no name even while they run
+        job.process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        while job.ranks() and time.monotonic() - killed < 10:
+            time.sleep(0.05)
+        assert not job.ranks()
+    assert boards() <= before
+
+
+def test_early_leavers_slow_ranks_and_caught_exits_are_no_reason_to_end(mpirun: Mpirun) -> None:
+    run = mpirun(3, SCRIPT, "all_is_well", timeout=40).check()
+    assert "Error" not in run.output
+
+
+def test_one_rank_under_a_launcher_ends_like_any_program(mpirun: Mpirun, tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text("import sys; from mpitrain.comm.world import world; world(); sys.exit(int(sys.argv[1]))")
+    assert mpirun(1, str(script), "0", timeout=30).check().output == ""
+    assert mpirun(1, str(script), "3", timeout=30).code == 3
+
+
+@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("raise SystemExit", 4), ("raise", 1)])
+def test_the_guard_works_under_mpi4py_s_own_runner_too(
+    launcher: type[Launch], tmp_path: Path, how: str, code: int
+) -> None:
+    script = str(Path(__file__).with_name("kill_script.py"))
+    mark = str(tmp_path / "mark")
+    with launcher(2, sys.executable, "-m", "mpi4py", script, how, "forward", "1", mark, timeout=30) as job:
+        run = job.wait()
+    assert run.code == code
+    assert run.seconds < QUICK
+    assert run.output.count("Traceback") == (how == "raise")

@@ -1,0 +1,298 @@
+"""The flight board and the look, without MPI: pages of several ranks in one process, and looks called by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpitrain.comm import board_file
+from mpitrain.comm.board import FlightBoard
+from mpitrain.comm.board_file import BoardFile, sweep
+from mpitrain.comm.page import KEPT_CALLS, LEFT, RUNNING, WAITING, Gone
+from mpitrain.comm.watch import Watch
+
+F4 = np.dtype(np.float32)
+
+
+class Ended(Exception):
+    """The job was ended with a code."""
+
+
+class Lifeline:
+    """Ends nothing, hears what a test wants it to hear."""
+
+    def __init__(self) -> None:
+        self.news: list[tuple[int, Gone]] = []
+
+    def hear(self) -> list[tuple[int, Gone]]:
+        news, self.news = self.news, []
+        return news
+
+    def abort(self, code: int) -> None:
+        raise Ended(code)
+
+
+@pytest.fixture
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[FlightBoard]:
+    """Three ranks of one host; they are one process, so that their locks tell nothing."""
+    monkeypatch.setattr(BoardFile, "is_dead", lambda file, index: False)
+    file = BoardFile.create(3)
+    file.unlink()
+    return [FlightBoard(file, rank, (0, 1, 2), (0, 0, 0)) for rank in range(3)]
+
+
+def look_of(board: FlightBoard) -> Watch:
+    return Watch(board, Lifeline())  # type: ignore[arg-type]
+
+
+def test_a_page_tells_the_call_a_rank_waits_in(boards: list[FlightBoard]) -> None:
+    lane = boards[0].open("tp", (0, 2))
+    lane.enter(41, "all_reduce", (4, 512), F4, -1)
+    seen = boards[1].pages[0]
+    assert seen.state == WAITING
+    assert str(seen.current()) == "all_reduce on tp, call 41, (4, 512) float32"
+    lane.leave()
+    assert boards[1].pages[0].state == RUNNING
+    assert boards[1].pages[0].current() is None
+    lane.enter(2, "recv", (3,), np.dtype(bool), 1)
+    assert str(boards[1].pages[0].current()) == "recv on tp from rank 1 of it, call 2, (3,) bool"
+
+
+def test_a_page_keeps_the_last_calls_and_shapes_of_up_to_six_dims(boards: list[FlightBoard]) -> None:
+    lane = boards[0].open("dp", (0, 1, 2))
+    for number in range(1, 101):
+        lane.enter(number, "all_gather", (number,) + (1,) * (number % 8), F4, -1)
+        lane.leave()
+    calls = boards[2].pages[0].calls()
+    assert [call.number for call in calls] == list(range(101 - KEPT_CALLS, 101))
+    assert calls[-1].shape == (100, 1, 1, 1, 1)
+    assert calls[-2].shape == (99, 1, 1, 1)
+    assert calls[-6].shape == (95, 1, 1, 1, 1, 1)  # eight dims, of which six are kept
+
+
+@pytest.mark.parametrize(("entered", "ends"), [(40, True), (41, False), (42, False)])
+def test_a_leaver_is_missed_only_if_it_entered_fewer_calls_and_at_two_looks_running(
+    boards: list[FlightBoard], capsys: pytest.CaptureFixture[str], entered: int, ends: bool
+) -> None:
+    lanes = [board.open("tp", (0, 1, 2)) for board in boards]
+    look = look_of(boards[0])
+    lanes[0].enter(41, "all_reduce", (4, 512), F4, -1)
+    lanes[1].enter(entered, "all_reduce", (4, 512), F4, -1)
+    look.look()
+    boards[1].leave(3, spoke=False, where="train.py:40")
+    look.look()  # the first look that sees it
+    assert boards[2].pages[1].state == LEFT
+    if ends:
+        with pytest.raises(Ended, match="3"):
+            look.look()
+        said = capsys.readouterr().err
+        assert said.startswith("CommError: rank 1 left with exit code 3 at train.py:40, but rank 0 waits for it in ")
+        assert "all_reduce on tp, call 41, (4, 512) float32, at test_board.py:" in said
+    else:
+        look.look()
+        look.look()
+
+
+def test_a_call_that_returned_between_two_looks_is_no_longer_suspect(boards: list[FlightBoard]) -> None:
+    lanes = [board.open("tp", (0, 1, 2)) for board in boards]
+    look = look_of(boards[0])
+    boards[1].leave(0, spoke=False, where="")
+    for number in range(1, 6):
+        lanes[0].enter(number, "all_reduce", (1,), F4, -1)
+        look.look()
+        lanes[0].leave()
+
+
+def test_a_leaver_who_has_printed_its_error_ends_the_others_without_a_word(
+    boards: list[FlightBoard], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lanes = [board.open("tp", (0, 1, 2)) for board in boards]
+    lanes[0].enter(1, "barrier", (), F4, -1)
+    boards[1].leave(2, spoke=True, where="")
+    look = look_of(boards[0])
+    look.look()
+    with pytest.raises(Ended, match="2"):
+        look.look()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "ends"),
+    [
+        ("recv", (0, "send"), True),
+        ("recv", (1, "send"), False),
+        ("wait irecv", (0, "isend"), True),
+        ("wait irecv", (1, "isend"), False),
+        ("send", (0, "recv"), True),
+        ("send", (1, "recv"), False),
+        ("recv", (1, "recv"), True),  # what it received says nothing about what it sent
+    ],
+)
+def test_between_two_ranks_what_the_leaver_sent_or_took_counts(
+    boards: list[FlightBoard], mine: str, theirs: tuple[int, str], ends: bool
+) -> None:
+    lanes = [board.open("pp", (0, 1, 2)) for board in boards]
+    count, verb = theirs
+    lanes[1].enter(9, "send", (1,), F4, 2)  # to somebody else
+    if count:
+        lanes[1].enter(count, verb, (1,), F4, 0)
+    lanes[0].enter(1, mine, (1,), F4, 1)
+    boards[1].leave(0, spoke=False, where="")
+    look = look_of(boards[0])
+    look.look()
+    if ends:
+        with pytest.raises(Ended):
+            look.look()
+    else:
+        look.look()
+
+
+def test_axes_of_one_name_and_different_ranks_are_not_confused(boards: list[FlightBoard]) -> None:
+    first, second = boards[0].open("tp", (0, 1)), boards[1].open("tp", (1, 2))
+    first.enter(1, "barrier", (), F4, -1)
+    second.enter(5, "barrier", (), F4, -1)
+    boards[1].leave(0, spoke=False, where="")
+    look = look_of(boards[0])
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+
+
+def test_a_leaver_on_another_host_is_judged_by_the_counts_it_told() -> None:
+    file = BoardFile.create(2)
+    file.unlink()
+    here, there = FlightBoard(file, 0, (0,), (0, 1)), FlightBoard(file, 1, (0, 1), (1, 1))
+    mine, theirs = here.open("dp", (0, 1)), there.open("dp", (0, 1))
+    lifeline = Lifeline()
+    look = Watch(here, lifeline)  # type: ignore[arg-type]
+    theirs.enter(7, "all_reduce", (1,), F4, -1)
+    there.leave(0, spoke=False, where="")
+    lifeline.news = [(1, there.page.gone())]
+    mine.enter(7, "all_reduce", (1,), F4, -1)
+    look.look()
+    look.look()
+    mine.enter(8, "all_reduce", (1,), F4, -1)
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+
+
+def test_a_full_page_never_accuses_anybody(boards: list[FlightBoard]) -> None:
+    lanes = [[board.open(f"axis {n}", (0, 1, 2)) for n in range(500)] for board in boards[:2]]
+    lanes[1][499].enter(1, "barrier", (), F4, -1)  # counted nowhere
+    boards[1].leave(0, spoke=False, where="")
+    lanes[0][499].enter(1, "barrier", (), F4, -1)
+    assert len(boards[1].page.counts()) < 500
+    look = look_of(boards[0])
+    look.look()
+    look.look()
+
+
+def test_a_hang_report_has_at_most_five_lines_and_puts_ranks_of_one_place_together(boards: list[FlightBoard]) -> None:
+    lanes = [board.open("tp", (0, 1, 2)) for board in boards]
+    for rank in (0, 2):
+        lanes[rank].enter(2, "all_reduce", (4,), F4, -1)
+    lanes[1].enter(1, "all_gather", (2,), F4, -1)
+    lanes[1].leave()
+    lines = look_of(boards[0]).hang_report().splitlines()
+    assert lines == [
+        "CommError: no answer for 300 s (--timeout).",
+        "  ranks 0,2 wait in all_reduce on tp, call 2, (4,) float32 (for 0 s)",
+        "  rank 1 runs, after all_gather on tp, call 1, (2,) float32 (for 0 s)",
+    ]
+    file = BoardFile.create(40)
+    file.unlink()
+    many = [FlightBoard(file, rank, tuple(range(40)), (0,) * 40) for rank in range(40)]
+    for board in many:
+        board.open("tp", tuple(range(40))).enter(1 + board.rank % 7, "barrier", (), F4, -1)
+    lines = look_of(many[0]).hang_report().splitlines()
+    assert len(lines) == 5
+    assert lines[-1] == "  and 4 more places"
+
+
+def test_what_all_ranks_know_is_claimed_once(boards: list[FlightBoard]) -> None:
+    assert [board.claim("MeshError: ...") for board in boards] == [True, False, False]
+    assert [board.claim("another") for board in boards] == [True, False, False]
+
+
+def test_a_dead_owner_is_seen_by_its_lock() -> None:
+    file = BoardFile.create(2)
+    code = (
+        "import sys, time; from mpitrain.comm.board_file import BoardFile;"
+        f"f = BoardFile.attach({file.path!r}, 2); f.own(1); print('owned', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"owned\n"
+        assert not file.is_dead(1)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        file.unlink()
+    assert file.is_dead(1)
+
+
+def test_the_file_is_private_and_only_the_job_s_own_is_mapped(tmp_path: Path) -> None:
+    file = BoardFile.create(2)
+    try:
+        assert os.stat(file.path).st_mode & 0o777 == 0o600
+        with pytest.raises(PermissionError):
+            BoardFile.attach(file.path, 3)
+        link = tmp_path / "link"
+        link.symlink_to(file.path)
+        with pytest.raises(OSError, match="symbolic links"):
+            BoardFile.attach(str(link), 2)
+        assert BoardFile.attach(file.path, 2).identity == file.identity
+        assert BoardFile.private().identity != BoardFile.private().identity
+    finally:
+        file.unlink()
+
+
+def test_boards_of_dead_ranks_are_swept_and_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_file, "_folders", lambda: (str(tmp_path),))
+    code = (
+        "from mpitrain.comm import board_file; import sys, time;"
+        f"board_file._folders = lambda: ({str(tmp_path)!r},);"
+        "f = board_file.BoardFile.create(1); f.own(0); print(f.path, flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    try:
+        assert child.stdout is not None
+        path = child.stdout.readline().decode().strip()
+        assert sweep(min_age=0) == []
+        assert os.path.exists(path)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert sweep() == []  # young: its ranks may be about to lock it
+    assert sweep(min_age=0) == [path]
+    assert os.listdir(tmp_path) == []
+
+
+def test_entering_and_leaving_a_call_is_cheap(boards: list[FlightBoard]) -> None:
+    """2 us are promised; a loaded machine gets ten times as much."""
+    lane = boards[0].open("tp", (0, 1, 2))
+    best = float("inf")
+    for _ in range(20):
+        began = time.perf_counter()
+        for number in range(200):
+            lane.enter(number, "all_reduce", (4, 512), F4, -1)
+            lane.leave()
+        best = min(best, (time.perf_counter() - began) / 200)
+    assert best < 20e-6
+
+
+ROOT = str(Path(__file__).resolve().parents[2])
