@@ -103,7 +103,7 @@ def rank_environment(ranks: int, *, tuned_malloc: bool) -> dict[str, str]:
     with more ranks than cores (a rank that waits sleeps instead of spinning).
     """
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "MPITRAIN_"))}
     environment |= dict.fromkeys(threads, "1")
     environment |= TUNED_MALLOC if tuned_malloc else {}
     environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "OMPI_MCA_osc": "^ucx"}

@@ -13,7 +13,6 @@ inside a message would.  `throughput.py` starts these processes and holds the ot
 from __future__ import annotations
 
 import json
-import os
 import resource
 import socket
 import sys
@@ -172,5 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("MPITRAIN_NP", None)
     main()

@@ -51,6 +51,7 @@ class Processes:
         arguments = [name, address, json.dumps(task._asdict())]
         commands = _commands(name, task.ranks, arguments, f"{self._folder.name}/rendezvous")
         self._children: list[subprocess.Popen[bytes]] = []
+        self._connections: list[socket.socket] = []
         self._files: list[Any] = []
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -60,7 +61,9 @@ class Processes:
                 self._children += [
                     subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) for command in commands
                 ]
-                self._files += [self._accept(listener).makefile("rw") for _ in range(task.ranks)]
+                for _ in range(task.ranks):
+                    self._connections.append(self._accept(listener))
+            self._files = [connection.makefile("rw") for connection in self._connections]
             self._loss_is_whole = all([self._read(file)["total"] for file in self._files])
         except BaseException:
             self.close()
@@ -87,10 +90,12 @@ class Processes:
 
     def close(self) -> None:
         """Let the processes end; kill what does not."""
-        for file in self._files:
+        for connection in self._connections:
             with contextlib.suppress(OSError):
-                file.write('{"stop": true}\n')
-                file.flush()
+                connection.sendall(b'{"stop": true}\n')
+            connection.close()
+        for file in self._files:
+            file.close()
         for child in self._children:
             for end in (lambda: None, child.terminate, child.kill):
                 end()

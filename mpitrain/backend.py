@@ -25,7 +25,7 @@ def array_module(*arrays: Array) -> Any:
     return np
 
 
-def to_host(array: Array) -> np.ndarray:
+def to_host(array: Array) -> Any:
     """The same values as a NumPy array: itself where it is one, else a copy from the device (waits for its stream)."""
     return array if isinstance(array, (np.ndarray, np.generic)) else array.get()
 

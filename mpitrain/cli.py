@@ -1,8 +1,8 @@
 """The command line: `mpitrain WORD ...`, one word a tool.
 
-    mpitrain train [options]               train a language model (also: python examples/train_gpt.py)
-    mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
-    mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
+mpitrain train [options]               train a language model (also: python examples/train_gpt.py)
+mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
+mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
 """
 
 from __future__ import annotations

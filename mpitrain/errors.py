@@ -1,8 +1,8 @@
 """What can go wrong through a user's doing, one class a kind.
 
 Every mistake that a user can make ends in a `UserError`: one message of at most five lines that says what is wrong,
-where, with which numbers, and the way out.  It is raised on every rank before the first message that it would spoil, and
-whoever runs the ranks prints it once and without a traceback.  What only we can get wrong is an `assert`.
+where, with which numbers, and the way out.  It is raised on every rank before the first message that it would spoil,
+and whoever runs the ranks prints it once and without a traceback.  What only we can get wrong is an `assert`.
 """
 
 from __future__ import annotations

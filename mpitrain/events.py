@@ -2,8 +2,8 @@
 
 Events are emitted at exactly three places: the executor (actions), `Function.apply` and `Tape.backward` (ops), and the
 `Communicator` (messages).  Timeline, recorder, stepper and ledgers are listeners, so no parallel algorithm has a line
-about debugging.  A listener is called in the rank's own thread, before the work (`begin`) and after it (`end`): one that
-waits is a breakpoint.
+about debugging.  A listener is called in the rank's own thread, before the work (`begin`) and after it (`end`): one
+that waits is a breakpoint.
 
 Listeners belong to a context (`contextvars`), hence to one rank also where ranks are threads.  Emission points read
 

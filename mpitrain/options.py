@@ -227,7 +227,8 @@ def show(value: object) -> str:
     word = str(value)
     if not word or not word.isprintable() or " " in word:
         word = repr(value)
-    return word if len(word) <= 80 else f"{word[:60]}... ({len(word)} characters)"
+    # Of a long path the end says most.
+    return word if len(word) <= 200 else f"{word[:40]}...{word[-40:]} ({len(word)} characters)"
 
 
 def help_text(title: str, options: Mapping[str, Option], groups: Mapping[str, str]) -> str:

@@ -35,7 +35,7 @@ class State:
         return self.name if self.dim is None else f"{self.name}({self.dim})"
 
 
-def Shard(dim: int) -> State:  # noqa: N802  (reads as the state that it makes)
+def Shard(dim: int) -> State:
     """Rank i of the axis holds slice i along `dim` of the full tensor."""
     return State("Shard", dim)
 

@@ -27,7 +27,10 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
         ("mesh", grid.removeprefix("mesh of 1 rank: ")),
         ("ranks", f"{world.size} on {_cores()}, {blas_threads()} BLAS thread each"),
-        ("messages", f"{world.library}; {config.reducer} sums {sums}" + (f"; {world.progress}" if world.progress else "")),
+        (
+            "messages",
+            f"{world.library}; {config.reducer} sums {sums}" + (f"; {world.progress}" if world.progress else ""),
+        ),
         ("corpus", str(corpus)),
         ("run", str(folder)),
     ]

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _settings_of_resumed(flags: list[str], found: Path) -> Config:
-    """The settings with which the run was started, and flags that win over them; the number of steps stays as it was."""
+    """The settings with which the run was started, and flags that win over them; its number of steps stays."""
     saved = checkpoint.read_manifest(found).scalars.get("config")
     if not isinstance(saved, dict) or not saved.keys() >= {"steps", *MUST_STAY}:
         raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
@@ -256,9 +256,7 @@ class Training:
         """Seconds of a step and of a validation, on the slowest rank; nothing is left of the steps that were timed."""
         config, dp = self.config, self.mesh.dp
         before = [flat.weights.copy() for flat in self.model.flats]
-        self.executor = build_executor(
-            config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS
-        )
+        self.executor = build_executor(config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS)
         times = []
         for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS):
             times.append(_seconds(lambda batch=batch: self.executor.step(batch)))

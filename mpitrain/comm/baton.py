@@ -178,6 +178,7 @@ class Room:
             self._pass(rank, following)
         rank.waits = None
         self._carry_on(rank)
+        assert wait.done, "the baton came to a rank that still waits"
 
     def poll(self, rank: Rank) -> None:
         """Pass the baton on and take it again when the turn comes."""

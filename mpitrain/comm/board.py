@@ -8,11 +8,12 @@ A *channel* is what two ranks must agree about: the collectives of one communica
 another on it.  If I wait in call 41 of a channel and a member that has LEFT entered it 40 times, I wait for ever;
 that comparison (watch.py makes it) needs no message and no help from the one who is gone.
 
-Entering and leaving a call costs 1.4 us.
+Entering and leaving a call costs 1.6 us.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -128,7 +129,7 @@ class Channel:
 class BoardLane:
     """The lane of one communicator (see `transport.Lane`)."""
 
-    __slots__ = ("_board", "_collectives", "_key", "_page", "_pairs", "_ranks", "axis")
+    __slots__ = ("_before", "_board", "_collectives", "_handled", "_key", "_page", "_pairs", "_ranks", "axis")
 
     def __init__(self, board: FlightBoard, axis: str, ranks: tuple[int, ...], count: int) -> None:
         """Use `FlightBoard.open`."""
@@ -136,6 +137,8 @@ class BoardLane:
         self._board, self._page, self._ranks = board, board.page, ranks
         self._key = (axis, ranks, count)
         self._pairs: dict[tuple[bool, int], Channel] = {}
+        self._before = 0  # what the channel of the current call had counted before it
+        self._handled: BaseException | None = None  # what was being handled as it was entered
         key = stable_hash(*self._key)
         others = tuple(rank for rank in ranks if rank != board.rank)
         self._collectives = Channel(board.page.add_channel(key, board.text(axis)[0]), key, others)
@@ -156,6 +159,8 @@ class BoardLane:
             ordinal, channel.word, number, name, dtype.num if dtype.num < 64 else -board.text(dtype.name)[0], peer, now,
             len(shape), *(*shape, *_PADDING)[:DIMS],
         )  # fmt: skip
+        self._before = channel.count
+        self._handled = sys.exc_info()[1]
         if number > channel.count:
             channel.count = number
             if channel.word:
@@ -167,9 +172,17 @@ class BoardLane:
         board.current = (channel, number, ordinal, threading.get_ident())
 
     def leave(self) -> None:
-        """See `transport.Lane.leave`."""
-        self._board.current = None
-        words = self._page.words
+        """See `transport.Lane.leave`.
+
+        A call that an exception ends was not made: the partners wait in it, should this rank leave now.
+        """
+        board, words = self._board, self._page.words
+        if board.current is not None and sys.exc_info()[1] is not self._handled:
+            channel = board.current[0]
+            channel.count = self._before
+            if channel.word:
+                words[channel.word] = self._before
+        board.current = None
         words[SINCE] = time.monotonic_ns()
         words[STATE] = RUNNING
 

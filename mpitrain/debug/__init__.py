@@ -1,0 +1,1 @@
+"""Looking at runs: which tensors differ, and by how much."""

@@ -2,8 +2,8 @@
 
     |a - b| <= tolerance * max(largest element of that tensor, 1e-6 * largest element over all tensors of that kind)
 
-The first term asks for digits relative to the tensor, not to each element, since sums cancel.  The second is a floor for
-tensors whose true value is zero (the gradient of a key's bias), where only the noise of the others is left.
+The first term asks for digits relative to the tensor, not to each element, since sums cancel.  The second is a floor
+for tensors whose true value is zero (the gradient of a key's bias), where only the noise of the others is left.
 """
 
 from __future__ import annotations

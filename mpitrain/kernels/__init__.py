@@ -9,12 +9,10 @@ in float32.
 """
 
 from mpitrain.kernels.attention import attention, attention_backward
+from mpitrain.kernels.gelu import erf, gelu_erf, gelu_tanh
 from mpitrain.kernels.reference import (
     cross_entropy,
     cross_entropy_backward,
-    erf,
-    gelu_erf,
-    gelu_tanh,
     layer_norm,
     layer_norm_backward,
     matmul,

@@ -7,9 +7,10 @@
 
 It is built from parallel layers, which on axes of one rank are the serial ones: there is no second, serial model.
 
-Initial values: matrices are normal with standard deviation 1 / sqrt(fan-in), those that end a residual branch are divided
-by sqrt(2 L) more; an untied token table is normal with 0.5 and the learned positions start as sinusoids of the same root
-mean square, so that both are heard; a tied table is also the head and starts with 1 / sqrt(width), positions alike.
+Initial values: matrices are normal with standard deviation 1 / sqrt(fan-in), those that end a residual branch are
+divided by sqrt(2 L) more; an untied token table is normal with 0.5 and the learned positions start as sinusoids of the
+same root mean square, so that both are heard; a tied table is also the head and starts with 1 / sqrt(width), positions
+alike.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3; Vaswani et al. 2017,
 arXiv:1706.03762, section 3.5 (sinusoids).
@@ -62,7 +63,7 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """Multiply-adds x 2, forward and backward, of matrix products a token: 6 for each weight, 12 s h for attention."""
+        """Flops of the matrix products, forward and backward: 6 a weight, and 12 s h for attention."""
         weights = 12 * self.layers * self.width**2 + self.vocab * self.width
         return 6 * weights + 12 * self.layers * self.seq_len * self.width
 
@@ -70,8 +71,8 @@ class GPTConfig:
 class Attention(Module):
     """Causal self-attention, heads cut over the tp axis.
 
-    x (b, s, width) Invariant -> (b, s, width) Invariant.  The columns of the fused projection lie as (head, q|k|v, dim),
-    so that a cut into equal column blocks gives each rank whole heads.
+    x (b, s, width) Invariant -> (b, s, width) Invariant.  The columns of the fused projection lie as (head, q|k|v,
+    dim), so that a cut into equal column blocks gives each rank whole heads.
     """
 
     def __init__(self, name: str, config: GPTConfig, mesh: Mesh) -> None:

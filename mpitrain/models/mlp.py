@@ -23,8 +23,8 @@ class MLP(Module):
         sizes: features in, hidden width of each block, classes; (64, 128, 10) is one hidden block.  A block keeps the
             width of its input.
 
-    `model(batch)`: batch.inputs (b, in), batch.targets (b,) class numbers, IGNORE for rows that do not count; returns the
-    sum of the cross-entropy over the valid rows.
+    `model(batch)`: batch.inputs (b, in), batch.targets (b,) class numbers, IGNORE for rows that do not count; returns
+    the sum of the cross-entropy over the valid rows.
     """
 
     def __init__(self, sizes: Sequence[int], mesh: Mesh, *, seed: int = 0, dtype: Any = np.float32) -> None:

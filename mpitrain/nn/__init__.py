@@ -1,0 +1,1 @@
+"""Parameters, modules, and layers that never send."""

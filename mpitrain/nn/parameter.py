@@ -1,9 +1,9 @@
 """Parameters: named rectangles of full tensors, whose values and gradients lie in flat buffers.
 
 A Parameter is abstract first: a name, the shape of the full tensor, a `Spec` that says how it lies across ranks, and an
-initialiser.  `Module.materialize` gives it this rank's slab.  Values and gradients of all parameters that are summed over
-the same axes lie in two flat buffers (`Flat`), in the order of the model: so one message reduces them all, a bucket is a
-slice, and the optimizer passes over long arrays.
+initialiser.  `Module.materialize` gives it this rank's slab.  Values and gradients of all parameters that are summed
+over the same axes lie in two flat buffers (`Flat`), in the order of the model: so one message reduces them all, a
+bucket is a slice, and the optimizer passes over long arrays.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Parameter(Tensor):
         init: makes the initial values of any slab.
         decay: whether weight decay applies (matrices and embeddings: yes; biases and norms: no).
 
-    After `materialize`: `.data` and `.grad` are this rank's slab (views of flat buffers), `.rectangle` its slices in the
-    full tensor.  `.grad` holds the gradient only if `.touched`: the first gradient of a step overwrites.
-    `.version` counts in-place writes, so that a tape notices a weight that changed under it.
+    After `materialize`: `.data` and `.grad` are this rank's slab (views of flat buffers), `.rectangle` its slices in
+    the full tensor.  `.grad` holds the gradient only if `.touched`: the first gradient of a step overwrites. `.version`
+    counts in-place writes, so that a tape notices a weight that changed under it.
     """
 
     __slots__ = ("decay", "full_shape", "grad", "init", "name", "rectangle", "spec", "touched", "version")

@@ -1,0 +1,1 @@
+"""Where messages meet gradients."""

@@ -1,11 +1,11 @@
 """Data parallelism: one rule, and ways to carry it out.
 
-The rule: where a parameter is Replicate on an axis, its gradient is Partial there, so it is *summed over the merge of all
-axes where the parameter is Replicate*.  Nothing else happens to a gradient anywhere.  Which axes those are stands in the
-parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).
+The rule: where a parameter is Replicate on an axis, its gradient is Partial there, so it is *summed over the merge of
+all axes where the parameter is Replicate*.  Nothing else happens to a gradient anywhere.  Which axes those are stands
+in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).
 
-All reductions are sums.  The mean is taken once, in the seed of backward, which is one over the number of targets of the
-whole step on all ranks.
+All reductions are sums.  The mean is taken once, in the seed of backward, which is one over the number of targets of
+the whole step on all ranks.
 
     FlatReducer       waits for the last backward, then one all-reduce a flat buffer
     BucketedReducer   starts the all-reduce of a slice as soon as the gradients in it are final, while backward goes on

@@ -1,0 +1,1 @@
+"""The step as a list of actions, and the executor that runs it."""

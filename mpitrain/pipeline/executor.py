@@ -1,7 +1,7 @@
 """The executor: runs one rank's list of actions, step after step.
 
-It is the only train loop there is.  Gradient accumulation is the row of one stage with several micro-batches; every other
-way to train is another list.
+It is the only train loop there is.  Gradient accumulation is the row of one stage with several micro-batches; every
+other way to train is another list.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Executor:
         return self.report.loss
 
     def _run(self, action: Action, step: _Step, place: int) -> None:
-        micro = action.micro
+        micro = -1 if action.micro is None else action.micro
         match action.kind:
             case "LOAD":
                 if not step.micros:
@@ -186,6 +186,6 @@ class _Step:
     def __init__(self, batch: Any) -> None:
         self.batch = batch
         self.micros: list[Any] = []
-        self.flying: dict[int | None, tuple[Tensor, Tape]] = {}
+        self.flying: dict[int, tuple[Tensor, Tape]] = {}
         self.targets = 0
         self.loss = 0.0

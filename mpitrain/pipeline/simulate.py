@@ -27,7 +27,7 @@ def check(rows: Schedule) -> list[int]:
 
 def _check_row(stage: int, row: Row) -> int:
     done: set[Action] = set()
-    micros = {action.micro for action in row if action.micro is not None}
+    micros: set[int | None] = {action.micro for action in row if action.micro is not None}
     flying = peak = 0
     for place, action in enumerate(row):
         if action in done:

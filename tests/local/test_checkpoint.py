@@ -354,6 +354,10 @@ def first_slab(whole):
         (lambda w: first_slab(w).update(start=[1.0, 0]), "list of numbers"),
         (lambda w: first_slab(w).update(stop=[6, 2]), "whole tensor"),
         (
+            lambda w: w["tensors"]["weight/blocks.0.up"]["slabs"][1].update(start=[0, 0], stop=[6, 2]),
+            "whole tensor",
+        ),
+        (
             lambda w: w["tensors"]["weight/norm"]["slabs"].append(w["tensors"]["weight/norm"]["slabs"][0]),
             "whole tensor",
         ),

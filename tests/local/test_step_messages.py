@@ -74,4 +74,5 @@ def test_a_listener_sees_every_action_op_and_message_begin_and_end():
         assert sorted(begins) == sorted(ends) != []
     ops = [name for kind, phase, name in events if (kind, phase) == ("op", "begin")]
     forward = [name for name in ops if not name.endswith(".backward")]
-    assert [f"{name}.backward" for name in reversed(forward[: len(forward) // 2])] == ops[len(forward) // 2 : len(forward)]
+    half = len(forward) // 2  # ops of one micro-batch
+    assert [f"{name}.backward" for name in reversed(forward[:half])] == ops[half : 2 * half]

@@ -34,7 +34,7 @@ def _needs_mpirun(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def mpirun() -> Callable[..., Run]:
-    """`mpirun(4, "script.py", "arg", timeout=60, env={})` -> Run."""
+    """`mpirun(4, sys.executable, "script.py", "arg", timeout=60, env={})` -> Run."""
     return launch
 
 
@@ -68,7 +68,7 @@ def _run_all(module: str, ranks: int, folders: pytest.TempPathFactory) -> dict[s
     verdicts: dict[str, str] = {}
     while len(verdicts) < len(names):
         folder = folders.mktemp(module)
-        run = launch(ranks, WORKER, module, str(folder), str(len(verdicts)), timeout=150)
+        run = launch(ranks, sys.executable, WORKER, module, str(folder), str(len(verdicts)), timeout=150)
         results = [_read(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
         for name in names[len(verdicts) :]:
             said = [result.get(name) for result in results]

@@ -39,14 +39,14 @@ def cases(ranks: int) -> list[tuple[str, str, int]]:
 
 def few_cases(ranks: int) -> list[tuple[str, str, int]]:
     """Twelve of them: every way to die, every phase twice, both ranks equally often."""
-    hows, ends = list(FAULTS), (0, ranks - 1)
-    return [(hows[i % 8], PHASES[(i + i // 6) % 6], ends[i // 6 % 2 ^ i % 2]) for i in range(12)]
+    hows, phases, ends = list(FAULTS), list(PHASES), (0, ranks - 1)
+    return [(hows[i % 8], phases[(i + i // 6) % 6], ends[i // 6 % 2 ^ i % 2]) for i in range(12)]
 
 
 def run_case(how: str, phase: str, rank: int, ranks: int, folder: Path) -> Outcome:
     """Run one case."""
+    folder = Path(tempfile.mkdtemp(dir=folder))  # the run's
     mark = folder / "mark"
-    mark.unlink(missing_ok=True)
     with Launch(ranks, sys.executable, SCRIPT, how, phase, str(rank), str(mark), timeout=45) as job:
         run = job.wait(grace=LIMIT)
         ended = time.time()

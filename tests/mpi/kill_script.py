@@ -1,7 +1,7 @@
-"""A small training in which one rank comes to grief.   python kill_script.py HOW PHASE RANK MARK
+"""A training in which one rank comes to grief.   python kill_script.py HOW PHASE RANK MARK
 
-It has the phases of a real step, with the messages of a real step: data, forward, backward, all-reduce, step, save.  In
-step 2, at the start of PHASE, rank RANK writes the time to the file MARK and then ends as HOW says.
+In step 2, as PHASE begins, rank RANK writes the time to the file MARK and then ends as HOW says.  What begins is told
+by the events of the training itself; a save is known by its first message after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,19 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.comm.world import world
+from mpitrain.events import Event, listen
+from mpitrain.train import main
 
-PHASES = ("data", "forward", "backward", "all-reduce", "step", "save")
-Enter = Callable[[str], None]  # called with the phase that begins
+# phase -> (kind of event, start of its name, start of the action before a message)
+PHASES = {
+    "data": ("action", "LOAD", ""),
+    "forward": ("action", "F", ""),
+    "backward": ("action", "B", ""),
+    "all-reduce": ("message", "all_reduce", "REDUCE"),
+    "step": ("action", "STEP", ""),
+    "save": ("message", "exchange", "STEP"),
+}
+FLAGS = "--model gpt-tiny --batch 8 --steps 4 --save-every 1 --eval-every 0 --sample-length 0".split()
 
 
 def _raise() -> None:
@@ -46,46 +56,33 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def train(enter: Enter, folder: Path, steps: int = 4) -> None:
-    """Linear regression, data parallel; saves after every step."""
-    ranks = world()
-    weight = np.zeros(8)
-    for step in range(steps):
-        enter("data")
-        rng = np.random.default_rng([step, ranks.rank])
-        x = rng.normal(size=(16, 8))
-        y = x @ np.arange(8.0)
-        enter("forward")
-        error = x @ weight - y
-        count = ranks.all_reduce(np.array([len(y)], np.int64))
-        enter("backward")
-        grad = x.T @ error / count[0]
-        enter("all-reduce")
-        grad = ranks.all_reduce(grad)
-        enter("step")
-        norm = np.sqrt(ranks.all_reduce(np.array([grad @ grad]), op="max"))
-        weight -= 0.1 * grad / max(1.0, norm[0])
-        enter("save")
-        if ranks.rank == 0:
-            np.save(folder / f"step-{step}.npy", weight)
-        ranks.barrier()
+class Fault:
+    """A listener that ends this rank."""
 
+    def __init__(self, how: str, phase: str, mark: Path) -> None:
+        self.how, self.mark = how, mark
+        self.wanted = PHASES[phase]
+        self.action = ""  # the last that began
+        self.step = 0
 
-def main() -> None:
-    how, phase, rank, mark = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    seen = 0
-
-    def enter(begins: str) -> None:
-        nonlocal seen
-        if begins == phase and world().rank == rank:
-            seen += 1
-            if seen == 2:
-                time.sleep(0.2)  # the others wait already
-                mark.write_text(repr(time.time()))
-                FAULTS[how]()
-
-    train(enter, mark.parent)
+    def __call__(self, event: Event) -> None:
+        if event.phase != "begin":
+            return
+        if event.kind == "action":
+            self.action = event.name
+            self.step += event.name.startswith("LOAD")
+        kind, name, action = self.wanted
+        if self.step == 2 and event.kind == kind and event.name.startswith(name) and self.action.startswith(action):
+            time.sleep(0.2)  # the others wait already
+            self.mark.write_text(repr(time.time()))
+            FAULTS[self.how]()
 
 
 if __name__ == "__main__":
-    main()
+    path = Path(sys.argv[4])
+    flags = [*FLAGS, "--run", str(path.parent / "run")]
+    if world().rank == int(sys.argv[3]):
+        with listen(Fault(sys.argv[1], sys.argv[2], path)):
+            main(flags)
+    else:
+        main(flags)

@@ -180,6 +180,6 @@ class Launch:
 def launch(
     ranks: int, *command: str, timeout: float = 60, env: dict[str, str] | None = None, grace: float = 3.0
 ) -> Run:
-    """Run `python command...` on that many ranks."""
-    with Launch(ranks, sys.executable, *command, timeout=timeout, env=env) as running:
+    """Run a command on that many ranks, to its end."""
+    with Launch(ranks, *command, timeout=timeout, env=env) as running:
         return running.wait(grace)

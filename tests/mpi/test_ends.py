@@ -43,7 +43,7 @@ def test_one_rank_dies_and_all_are_gone_within_ten_seconds(how: str, phase: str,
 def test_a_rank_that_leaves_early_with_code_0_ends_whoever_waits_for_it(
     mpirun: Mpirun, scenario: str, call: str
 ) -> None:
-    run = mpirun(2, SCRIPT, scenario, timeout=30)
+    run = mpirun(2, sys.executable, SCRIPT, scenario, timeout=30)
     assert run.code == 1
     assert run.seconds < QUICK
     assert f"CommError: rank 1 left, but rank 0 waits for it in {call}" in run.output
@@ -51,15 +51,15 @@ def test_a_rank_that_leaves_early_with_code_0_ends_whoever_waits_for_it(
 
 
 def test_a_user_error_that_all_ranks_raise_is_printed_once_without_traceback(mpirun: Mpirun) -> None:
-    run = mpirun(4, SCRIPT, "all_raise_a_user_error", timeout=30)
+    run = mpirun(4, sys.executable, SCRIPT, "all_raise_a_user_error", timeout=30)
     assert run.code == 2
     assert run.output.count("MeshError: --pp 3 needs 3 ranks") == 1
     assert "Traceback" not in run.output
-    assert "MPI_Abort" not in run.output.replace("MPI_ABORT", "MPI_Abort")  # they left in good order
+    assert "MPI_ABORT was invoked" not in run.output  # Open MPI's ranks left in good order
 
 
 def test_a_user_error_of_one_rank_ends_all_and_is_the_only_message(mpirun: Mpirun) -> None:
-    run = mpirun(4, SCRIPT, "one_raises_a_user_error", timeout=30)
+    run = mpirun(4, sys.executable, SCRIPT, "one_raises_a_user_error", timeout=30)
     assert run.code == 2
     assert run.seconds < QUICK
     assert run.output.count("MeshError: only rank 1 sees it") == 1
@@ -68,7 +68,7 @@ def test_a_user_error_of_one_rank_ends_all_and_is_the_only_message(mpirun: Mpiru
 
 
 def test_ranks_that_all_exit_with_one_code_end_with_that_code(mpirun: Mpirun) -> None:
-    run = mpirun(4, SCRIPT, "all_exit_with_85", timeout=30)
+    run = mpirun(4, sys.executable, SCRIPT, "all_exit_with_85", timeout=30)
     assert run.code == 85
     assert "Error:" not in run.output
 
@@ -80,7 +80,7 @@ def test_ranks_that_all_exit_with_one_code_end_with_that_code(mpirun: Mpirun) ->
 def test_an_exception_of_any_kind_or_thread_is_printed_once_with_its_rank(
     mpirun: Mpirun, scenario: str, error: str
 ) -> None:
-    run = mpirun(4, SCRIPT, scenario, timeout=30)
+    run = mpirun(4, sys.executable, SCRIPT, scenario, timeout=30)
     assert run.code not in (0, None)
     assert run.seconds < QUICK
     assert run.output.count("Traceback (most recent call last)") == 1
@@ -90,14 +90,14 @@ def test_an_exception_of_any_kind_or_thread_is_printed_once_with_its_rank(
 
 def test_a_hard_exit_with_0_is_not_taken_for_success(mpirun: Mpirun) -> None:
     """MPICH's launcher alone would end the others and report 0."""
-    run = mpirun(4, SCRIPT, "hard_exit_with_0", timeout=30)
+    run = mpirun(4, sys.executable, SCRIPT, "hard_exit_with_0", timeout=30)
     assert run.code not in (0, None)
     assert run.seconds < QUICK
     assert "rank 1 left with exit code 0 at end_script.py:" in run.output
 
 
 def test_waiting_beyond_the_limit_reports_where_every_rank_is(mpirun: Mpirun) -> None:
-    run = mpirun(4, SCRIPT, "hangs", timeout=30)
+    run = mpirun(4, sys.executable, SCRIPT, "hangs", timeout=30)
     assert run.code == 1
     assert run.seconds < QUICK
     assert "CommError: no answer for 3 s (--timeout)." in run.output
@@ -106,7 +106,7 @@ def test_waiting_beyond_the_limit_reports_where_every_rank_is(mpirun: Mpirun) ->
 
 
 def test_a_rank_that_never_starts_ends_the_others_after_the_start_timeout(mpirun: Mpirun) -> None:
-    run = mpirun(4, SCRIPT, "one_never_starts", timeout=30, env={"MPITRAIN_START_TIMEOUT": "4"})
+    run = mpirun(4, sys.executable, SCRIPT, "one_never_starts", timeout=30, env={"MPITRAIN_START_TIMEOUT": "4"})
     assert run.code not in (0, None)
     assert run.seconds < QUICK
     assert run.output.count("LaunchError: not all 4 ranks that the launcher announced") == 1
@@ -117,7 +117,7 @@ def test_ranks_die_with_their_launcher_and_leave_nothing_in_shared_memory(launch
         return {name for name in os.listdir("/dev/shm") if name.startswith("mpitrain-board")}
 
     before = boards()
-    with launcher(4, sys.executable, SCRIPT, "never_ends", timeout=60) as job:
+    with launcher(4, sys.executable, SCRIPT, "sleeps", timeout=60) as job:
         deadline = time.monotonic() + 30
         while job.output().count("under way") < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -125,22 +125,22 @@ def test_ranks_die_with_their_launcher_and_leave_nothing_in_shared_memory(launch
         assert boards() <= before  # no name even while they run
         job.process.send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        while job.ranks() and time.monotonic() - killed < 10:
+        while job.ranks() and time.monotonic() - killed < 2:  # Open MPI's ranks alone would notice after 4 s
             time.sleep(0.05)
         assert not job.ranks()
     assert boards() <= before
 
 
 def test_early_leavers_slow_ranks_and_caught_exits_are_no_reason_to_end(mpirun: Mpirun) -> None:
-    run = mpirun(3, SCRIPT, "all_is_well", timeout=40).check()
+    run = mpirun(3, sys.executable, SCRIPT, "all_is_well", timeout=40).check()
     assert "Error" not in run.output
 
 
 def test_one_rank_under_a_launcher_ends_like_any_program(mpirun: Mpirun, tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text("import sys; from mpitrain.comm.world import world; world(); sys.exit(int(sys.argv[1]))")
-    assert mpirun(1, str(script), "0", timeout=30).check().output == ""
-    assert mpirun(1, str(script), "3", timeout=30).code == 3
+    assert mpirun(1, sys.executable, str(script), "0", timeout=30).check().output == ""
+    assert mpirun(1, sys.executable, str(script), "3", timeout=30).code == 3
 
 
 @pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("raise SystemExit", 4), ("raise", 1)])

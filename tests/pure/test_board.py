@@ -99,6 +99,37 @@ def test_a_leaver_is_missed_only_if_it_entered_fewer_calls_and_at_two_looks_runn
         look.look()
 
 
+@pytest.mark.parametrize("inside_a_handler", [False, True])
+def test_a_call_that_an_exception_ended_was_not_made(boards: list[FlightBoard], inside_a_handler: bool) -> None:
+    lane = boards[1].open("tp", (0, 1))
+
+    def call(number: int, verb: str, *, fails: bool) -> None:
+        lane.enter(number, verb, (1,), F4, -1)
+        try:
+            if fails:
+                raise KeyError(number)
+        finally:
+            lane.leave()
+
+    def calls() -> None:
+        call(1, "iall_reduce", fails=False)
+        with pytest.raises(KeyError):
+            call(2, "all_reduce", fails=True)
+        assert list(boards[0].pages[1].counts().values()) == [1]
+        call(2, "all_reduce", fails=False)
+        with pytest.raises(KeyError):
+            call(1, "wait iall_reduce", fails=True)  # it was made, before
+        assert list(boards[0].pages[1].counts().values()) == [2]
+
+    if inside_a_handler:
+        try:
+            raise OSError
+        except OSError:
+            calls()
+    else:
+        calls()
+
+
 def test_a_call_that_returned_between_two_looks_is_no_longer_suspect(boards: list[FlightBoard]) -> None:
     lanes = [board.open("tp", (0, 1, 2)) for board in boards]
     look = look_of(boards[0])

@@ -274,7 +274,9 @@ def test_values_are_shown_on_one_short_line():
     assert show("a\nb") == "'a\\nb'"
     assert show("\udcff") == "'\\udcff'"
     assert show("ü/x") == "ü/x"
-    assert len(show("x" * 5000)) < 100
+    assert len(show("x" * 5000)) < 110
+    assert show("/long" * 30 + "/run.toml").endswith("/long/run.toml")
+    assert "/run.toml (5009 characters)" in show("/long" * 1000 + "/run.toml")
 
 
 # ------------------------------------------------------------------------------------------------ what takes the ranks

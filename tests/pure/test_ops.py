@@ -289,6 +289,19 @@ def test_equal_maxima_share_the_gradient():
     assert (da.tolist(), db.tolist()) == ([0.5, 0], [0.5, 1])
 
 
+def test_the_side_of_where_that_was_not_chosen_takes_nothing_not_even_nan():
+    a, b = Tensor(np.ones(2), True), Tensor(np.ones(2), True)
+    with Tape() as tape:
+        y = ops.where(np.array([True, False]), a, b)
+    grads = tape.run_backward([(y, np.array([np.inf, np.inf]))])
+    assert (grads[a].tolist(), grads[b].tolist()) == ([np.inf, 0], [0, np.inf])
+
+
+def test_clip_passes_the_gradient_on_its_borders():
+    x = Tensor(np.array([-2.0, -1.0, 0.0, 1.0, 2.0]), requires_grad=True)
+    assert gradients(lambda: ops.clip(x, -1.0, 1.0).sum(), x)[0].tolist() == [0, 1, 1, 1, 0]
+
+
 def test_mixed_dtypes_give_each_input_its_own_dtype_back():
     for op in (ops.add, ops.sub, ops.mul, ops.div, ops.maximum, ops.pow, ops.matmul, lambda a, b: ops.linear(a, b)):
         a = Tensor(np.full((2, 2), 0.5, np.float32), requires_grad=True)
@@ -312,6 +325,7 @@ def test_numbers_do_not_promote():
 def test_low_precision_sums_and_products_are_formed_in_float32(dtype):
     x = Tensor(np.full((4096,), 1.0, dtype))  # in float16 the running sum would stop at 2048
     assert x.sum().item() == 4096
+    assert Tensor(np.ones((4096, 2), dtype)).sum(0).data.tolist() == [4096, 4096]
     assert x.mean().item() == 1.0
     assert ops.matmul(x, x).item() == 4096
     assert ops.softmax(x).dtype == dtype

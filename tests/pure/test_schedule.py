@@ -21,7 +21,7 @@ def test_an_action_parses_back_from_what_it_prints(action):
 
 @pytest.mark.parametrize("text", ["F@0", "X3@0", "STEP3@0", "F3", "", "F-1@0", "F3@0 B3@0", "f3@0"])
 def test_what_is_not_an_action_is_refused_by_name(text):
-    with pytest.raises(ScheduleError, match="action|micro-batch"):
+    with pytest.raises(ScheduleError, match=r"action|micro-batch"):
         parse(text)
 
 

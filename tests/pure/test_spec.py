@@ -1,5 +1,7 @@
 """States, duals and slabs."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,7 @@ def test_the_parts_of_a_cut_join_without_gap(length, parts):
     edges = [cut(length, parts, index) for index in range(parts)]
     assert edges[0][0] == 0
     assert edges[-1][1] == length
-    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
     assert max(stop - start for start, stop in edges) == -(-length // parts)
 
 

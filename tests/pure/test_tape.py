@@ -142,6 +142,7 @@ def test_a_branch_without_gradient_is_skipped_and_its_parameters_still_come():
         "down.weight", "up.weight", "up.bias", "norm.weight", "norm.bias",
     ]  # fmt: skip
     assert not any(p.touched for p in model.parameters())
+    assert tape.nbytes == 0
 
 
 def test_without_a_tape_or_without_a_wish_nothing_is_recorded():

@@ -51,7 +51,7 @@ class Take(Function):
         flat = xp.where(flat < 0, flat + length, flat)  # else -1 and the last number would be two rows
         rest = (*shape[:dim], *shape[dim + 1 :])
         if dim:  # the dims of ids to the front
-            grad = xp.moveaxis(grad, range(dim, dim + ids.ndim), range(ids.ndim))
+            grad = xp.moveaxis(grad, tuple(range(dim, dim + ids.ndim)), tuple(range(ids.ndim)))
         width = int(np.prod(rest, dtype=np.int64))
         rows = RowSum(flat, grad.reshape(flat.size, width), (length, width))
         if dim == 0 and len(shape) == 2:
