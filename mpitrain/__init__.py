@@ -1,17 +1,50 @@
 """mpitrain: training of large neural networks with one process per MPI rank.
 
-The parts, in the order in which one meets them, live in modules of their own and are imported from there:
+The public names, in the order in which one meets them.  They are imported when they are first used, so that
+`import mpitrain` costs next to nothing: eight ranks import at once.
 
-    mpitrain.comm.world      world(): the ranks, whoever started them
-    mpitrain.comm.mesh       Mesh: named axes of ranks
-    mpitrain.autograd        Tensor, Tape, Function
-    mpitrain.collectives     messages that have a gradient
-    mpitrain.nn              parameters, modules, layers
-    mpitrain.models          GPT, MLP
-    mpitrain.optim           AdamW, Sgd, schedules, clipping
-    mpitrain.pipeline        the step as a list of actions, and the executor that runs it
-    mpitrain.checkpoint      save and resume
-    mpitrain.train           all of it, from a command line
+    from mpitrain import GPT, AdamW, Executor, GPTConfig, Mesh, Tokens, load, one_stage, with_update, world
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "world": "comm.world",  # the ranks, whoever started them
+    "LocalWorld": "comm.local",
+    "Mesh": "comm.mesh",  # named axes of ranks
+    "Communicator": "comm.communicator",
+    "Tensor": "autograd",
+    "Tape": "autograd",
+    "Function": "autograd",
+    "Shard": "spec",
+    "Parameter": "nn.parameter",
+    "Module": "nn.module",
+    "GPT": "models.gpt",
+    "GPTConfig": "models.gpt",
+    "MLP": "models.mlp",
+    "load": "data.corpus",
+    "Tokens": "data.tokens",
+    "AdamW": "optim",
+    "Sgd": "optim",
+    "one_stage": "pipeline.schedules",
+    "with_update": "pipeline.passes",
+    "Executor": "pipeline.executor",
+    "FlatReducer": "parallel.data",
+    "BucketedReducer": "parallel.data",
+    "listen": "events",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

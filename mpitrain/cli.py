@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from mpitrain.comm.launcher import is_first
 from mpitrain.errors import ConfigError, UserError
 
 USER_ERROR_CODE = 2
@@ -33,7 +34,7 @@ def guarded(command: Callable[[], int]) -> int:
     except UserError as error:
         if "mpi4py.MPI" in sys.modules or _is_local_rank():
             raise
-        if _speaks():
+        if is_first(os.environ):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_CODE
 
@@ -87,11 +88,3 @@ def _is_local_rank() -> bool:
     world = sys.modules.get("mpitrain.comm.world")
     found = world.SURROUNDING.get() if world is not None else None
     return found is not None and found.kind == "local"
-
-
-def _speaks() -> bool:
-    """Whether this process is the first of its job, as far as its launcher says."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name]) == 0
-    return True

@@ -8,6 +8,7 @@ same parts: README shows one of 20 lines.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from mpitrain.assemble import (
     run_folder,
     together,
 )
-from mpitrain.backend import keep_freed_memory
+from mpitrain.comm.launcher import is_first
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.config import Config
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     flags = list(sys.argv[1:] if argv is None else argv)
     if settings.wants_help(flags):
-        print(settings.usage("train_gpt.py"))
+        if is_first(os.environ):
+            print(settings.usage("train_gpt.py"))
         return 0
     config = settings.parse(flags)
     began = time.perf_counter()
@@ -79,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = None
     mesh = Mesh(ranks, dp=config.dp)
     settings.check_layout(config, ranks.size, mesh.dp.size)
-    keep_freed_memory()
     Training(config, mesh, found, began).run()
     return 0
 
@@ -125,11 +126,12 @@ class Training:
         self.reports = mesh.is_reporter
         self.terminal = Terminal.of_launcher(sys.stdout)
         self.folder = run_folder(config, self.world)
-        if found is None:
-            together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
         self.corpus: Corpus = read_corpus(config, self.world)
         self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
         self.model: GPT = build_model(config, self.corpus, mesh)
+        if found is None:  # last, so that a mistake leaves no folder behind
+            together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
+        self.world.board.run_folder = str(self.folder)
         self.seen = 0  # targets learned from
 
     def run(self) -> None:

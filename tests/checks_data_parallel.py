@@ -41,7 +41,7 @@ def train(
     sgd: bool = False,
     steps: int = STEPS,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Losses and norms of all steps, the first gradients, the last weights and optimizer state: kind -> name -> array."""
+    """Losses and norms of all steps, the first gradients, the last weights and state: kind -> name -> array."""
     mesh = Mesh(world)
     model = GPT(sizes, mesh, seed=3, dtype=np.float64)
     optimizer: Optimizer

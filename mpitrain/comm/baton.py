@@ -90,8 +90,18 @@ class Rank:
         self.left = False
         self.turn = threading.Lock()
         self.turn.acquire()
+        self.run_folder: str | None = None  # ranks that share a process need none
         self.last_move = -1  # of the room, when this rank polled, and when that was
         self.since = 0.0
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which polling in vain is a hang, the same for all ranks of the process."""
+        return self.room.timeout
+
+    @limit.setter
+    def limit(self, seconds: float) -> None:
+        self.room.timeout = seconds
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> LocalLane:
         """See `transport.Board`."""

@@ -42,6 +42,14 @@ def announced(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return ("MPITRAIN_NP", size) if size > 1 else None
 
 
+def is_first(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the first of its job, as far as its launcher says; True where nothing says anything."""
+    for name in ("OMPI_COMM_WORLD_RANK", *_RANK, "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name]) == 0
+    return True
+
+
 def check_size(environ: Mapping[str, str], size: int) -> None:
     """Refuse a world whose size is not what the launcher started.
 

@@ -177,7 +177,15 @@ class Lane(Protocol):
 
 
 class Board(Protocol):
-    """A rank's flight board: hands each communicator its lane."""
+    """A rank's flight board: hands each communicator its lane.
+
+    Attributes:
+        limit: seconds after which waiting is a hang.
+        run_folder: where boards of several hosts can be read by each other; None: nowhere.
+    """
+
+    limit: float
+    run_folder: str | None
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
         """The lane of the communicator named `axis` whose members are the world's `ranks`."""
@@ -186,6 +194,9 @@ class Board(Protocol):
 
 class NoBoard:
     """The board of a rank that nobody waits for; it is its own lane."""
+
+    limit = 300.0
+    run_folder: str | None = None
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
         """Itself."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import array_module, to_host
+from mpitrain.backend import array_module, keep_freed_memory, to_host
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.events import LISTENERS, Event, tell
@@ -74,6 +74,7 @@ class Executor:
         if len(rows) != mesh.pp.size:
             raise ScheduleError(f"the schedule has {len(rows)} rows for {mesh.pp.size} pipeline ranks")
         self.peaks = check(rows)
+        keep_freed_memory()  # page faults cost up to three quarters of an array operation
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
