@@ -32,7 +32,7 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except UserError as error:
-        if "mpi4py.MPI" in sys.modules or _is_local_rank():
+        if _has_guard() or _is_local_rank():
             raise
         if is_first(os.environ):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -82,6 +82,12 @@ def _local(words: list[str]) -> int:
     from mpitrain.comm.local import run_script
 
     return run_script(int(count), words[2], words[3:])
+
+
+def _has_guard() -> bool:
+    """Whether MPI runs with more than one rank; ranks that do not see each other are each a world of one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1
 
 
 def _is_local_rank() -> bool:

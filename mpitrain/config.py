@@ -124,7 +124,7 @@ class Config:
         "measure the validation loss every N steps (0: only at the end)",
         0,
         10**9,
-        unset="default: about 5 times a run",
+        unset="default: about 5 times a run, at least 250 steps apart",
     )
     save_every: int = whole(0, "save a checkpoint every N steps (0: never)", 0, 10**9)
     stop_after: int | None = whole(

@@ -188,7 +188,7 @@ def _labels(mean: Points, valid: Points, y: Callable[[float], float]) -> list[st
     """The names of the curves and their last values, to the right of the plot, never over one another."""
     named = [
         (y(points[-1][1]), css, name, points[-1][1])
-        for css, name, points in (("train-text", "training", mean), ("val-text", "validation", valid))
+        for css, name, points in (("train-text", "training (mean)", mean), ("val-text", "validation", valid))
         if points
     ]
     named.sort()

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = list(sys.argv[1:] if argv is None else argv)
     if settings.wants_help(flags):
         if is_first(os.environ):
-            print(settings.usage("train_gpt.py"))
+            print(settings.usage("mpitrain train | python examples/train_gpt.py"))
         return 0
     config = settings.parse(flags)
     began = time.perf_counter()
@@ -92,7 +92,11 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
         raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
     own = found.parent.parent / "config.toml"
     named = any(flag == "--config" or flag.startswith("--config=") for flag in flags)
-    config = settings.parse(flags if named or not own.is_file() else ["--config", str(own), *flags])
+    if not named and own.is_file():
+        # The file may name another place: the folder was moved or copied, or is seen from another working directory.
+        config = settings.parse(["--config", str(own), "--run", str(found.parent.parent), *flags])
+    else:
+        config = settings.parse(flags)
     if config.steps is None:
         config = config.fixed(saved["steps"])
     for name in MUST_STAY:
@@ -226,13 +230,13 @@ class Training:
         path.write_text(loss_curve(records, f"{self.config.model} on {self.corpus.source}", caption, unit=unit))
 
     def _sample(self) -> str:
-        prompt = [int(token) for token in self.corpus.val[: self.config.seq_len // 2]]
+        val = self.corpus.val
+        is_text = self.corpus.kind == "bytes"
+        start = int(np.argmax(val[:4096] == ord("\n"))) + 1 if is_text and b"\n" in val[:4096].tobytes() else 0
+        prompt = [int(token) for token in val[start : start + max(1, self.config.seq_len // 2)]]
         tokens = [*prompt, *generate(self.model, prompt, self.config.sample_length, seed=self.config.seed)]
-        if self.corpus.kind == "bytes":
-            text = bytes(tokens).decode("utf-8", errors="replace")
-        else:
-            text = " ".join(map(str, tokens))
-        (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+        text = bytes(tokens).decode("utf-8", errors="replace") if is_text else " ".join(map(str, tokens))
+        (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
         return text
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -287,9 +291,12 @@ class Training:
         """Fill weights and optimizer from a checkpoint; the number of steps that are done."""
         tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_dict(), self.mesh.coords)
         saved = checkpoint.load(found, tensors, self.world)
-        if saved["data"]["sha256"] != self.corpus.sha256:
+        counts, data = [saved.get(name) for name in ("updates", "tokens")], saved.get("data")
+        if not (isinstance(data, dict) and isinstance(data.get("sha256"), str) and all(type(n) is int for n in counts)):
+            raise CheckpointError(f"{found} is damaged: its manifest lacks updates, tokens or the text's sha256.")
+        if data["sha256"] != self.corpus.sha256:
             raise CheckpointError(
-                f"{found} was trained on another text (sha256 {saved['data']['sha256'][:12]}) than\n{self.corpus}.\n"
+                f"{found} was trained on another text (sha256 {data['sha256'][:12]}) than\n{self.corpus}.\n"
                 "Give the same text with --data PATH, or start a new run."
             )
         optimizer.updates = saved["updates"]

@@ -165,7 +165,7 @@ def load(path: str | os.PathLike[str], tensors: Sequence[SlabRef], world: Commun
         for file, pieces in by_file.items():
             try:
                 hdf5.read(folder / file, pieces)
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, KeyError) as error:
                 raise CheckpointError(f"{folder / file} cannot be read: {hdf5.reason(error)}.") from error
 
     _together(world, read, f"{folder} cannot be read")

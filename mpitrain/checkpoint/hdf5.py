@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +55,48 @@ def write(path: Path, slabs: Iterable[SlabRef]) -> int:
     """
     import h5py
 
-    with h5py.File(path, "x", libver=("v110", "v110"), locking="best-effort") as file:
-        for slab in slabs:
-            file.create_dataset(slab.name, data=np.asarray(to_host(slab.array), order="C"))
+    with open(path, "xb+", buffering=0) as raw:
+        disk = _Disk(raw)
+        with h5py.File(disk, "w", libver=("v110", "v110")) as file:
+            for slab in slabs:
+                file.create_dataset(slab.name, data=np.asarray(to_host(slab.array), order="C"))
+        if disk.refused is not None:
+            raise disk.refused
     return sync_file(path)
+
+
+class _Disk:
+    """A new file as HDF5 writes it, which never hears that the disk is full.
+
+    A write that fails while HDF5 closes a file leaves the library with what it cannot let go: it complains for ever, or
+    crashes.  So the first refusal is kept for `write` to raise, and what follows goes nowhere.
+    """
+
+    def __init__(self, raw: FileIO) -> None:
+        self._raw = raw
+        self.refused: OSError | None = None
+        self.read, self.readinto, self.seek, self.tell = raw.read, raw.readinto, raw.seek, raw.tell
+
+    def write(self, data: memoryview) -> int:
+        """Take all of the data, or remember why not."""
+        view = memoryview(data).cast("B")
+        while view and self.refused is None:
+            try:
+                view = view[self._raw.write(view) :]
+            except OSError as error:
+                self.refused = error
+        return memoryview(data).nbytes
+
+    def truncate(self, size: int) -> int:
+        """Give the file its length, or remember why not."""
+        try:
+            return self._raw.truncate(size)
+        except OSError as error:
+            self.refused = self.refused or error
+            return size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def read(path: Path, pieces: Iterable[Piece]) -> None:
@@ -65,7 +104,7 @@ def read(path: Path, pieces: Iterable[Piece]) -> None:
 
     Raises:
         CheckpointError: the file is not what the manifest says; names file and tensor.
-        OSError, RuntimeError: it cannot be read; see `reason`.
+        OSError, RuntimeError, KeyError: it cannot be read; see `reason`.
     """
     import h5py
 
@@ -109,7 +148,7 @@ def reason(error: Exception) -> str:
     """Why the operating system or HDF5 refused, in few words."""
     if isinstance(error, OSError) and error.strerror and len(error.strerror) < 80:
         return error.strerror
-    text = " ".join(str(error).split())
+    text = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
     told = re.search(r"error message = '([^']{1,80})'", text)
     return told.group(1) if told else text[:120]
 

@@ -218,6 +218,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{folder} is damaged: {name} must be a regular file of {size} bytes; it has {about.st_size}."
             )
+    if re.fullmatch(r"step-[0-9]{8,}", folder.name) and int(folder.name[len("step-") :]) != manifest.step:
+        raise CheckpointError(
+            f"{path} is damaged: it says step {manifest.step} in {folder.name}.  Resume from another checkpoint."
+        )
     return manifest
 
 

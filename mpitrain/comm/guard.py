@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -193,7 +194,7 @@ class Guard:
     ) -> None:
         """`[rank 3] Traceback ...`, unless a rank of this host printed the very same; a user's own hook comes first."""
         try:
-            text = "".join(traceback.format_exception(kind, error, trace))
+            text = "".join(traceback.format_exception(kind, error, _without_runner(trace)))
             if not self._board.claim(text):
                 return
             if hook is not None and hook is not plain_hook:
@@ -238,3 +239,15 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+def _without_runner(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's own first line on, where `python -m mpi4py` has run it."""
+    own = trace
+    while own is not None and _is_runner(own.tb_frame.f_code.co_filename):
+        own = own.tb_next
+    return own or trace
+
+
+def _is_runner(file: str) -> bool:
+    return file in ("<frozen runpy>", runpy.__file__) or os.path.basename(os.path.dirname(file)) == "mpi4py"

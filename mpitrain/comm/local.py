@@ -171,7 +171,9 @@ def run_script(size: int, path: str, argv: list[str]) -> int:
         local._run(mains, body)
         return 0
     except SystemExit as error:
-        return _exit_code(error)
+        status = _exit_code(error)
+        print(f"rank {local.failed} of {size} ended all ranks with exit code {status}", file=sys.stderr)
+        return status
     except BaseException as error:
         _report(error, local.failed, size)
         return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -17,6 +17,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,7 @@ def _load(timeout: float | None) -> Any:
     mpi4py.rc.finalize = False
     try:
         if "mpi4py.MPI" not in sys.modules:
-            limit = float(os.environ.get("MPITRAIN_START_TIMEOUT", "300")) if timeout is None else timeout
+            limit = _start_timeout() if timeout is None else timeout
             spec = importlib.util.find_spec("mpi4py.MPI")
             if spec is not None and spec.origin is not None:
                 initialize(spec.origin, limit)
@@ -118,6 +119,19 @@ def _load(timeout: float | None) -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
+
+
+def _start_timeout() -> float:
+    """The environment's MPITRAIN_START_TIMEOUT, else 300.
+
+    Raises:
+        LaunchError: it is no number of seconds above 0.
+    """
+    text = os.environ.get("MPITRAIN_START_TIMEOUT", "") or "300"
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise LaunchError(f"MPITRAIN_START_TIMEOUT={text}: must be a number of seconds above 0.")
 
 
 def _library_name(version: str) -> str:

@@ -62,7 +62,7 @@ class Corpus:
             names += f" ({', '.join(self.files)})"
         if self.skipped:
             more = ", ..." if len(self.skipped) > 1 else ""
-            names += f" ({len(self.skipped)} that are not text left out: {self.skipped[0]}{more})"
+            names += f", {len(self.skipped)} more left out as no text ({self.skipped[0]}{more})"
         total = len(self.train) + len(self.val)
         return (
             f"{self.source}: {names}, {total:,} {self.kind}, the last {len(self.val):,} for validation, "

@@ -80,8 +80,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "python examples/train_gpt.py --run runs/a --resume latest",
         "",
     ),
-    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --steps 2000 --stop-after 1000": (
-        f"python examples/train_gpt.py --run runs/a --steps 4 --stop-after 2 {TINY}",
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/b --steps 2000 --stop-after 1000": (
+        f"python examples/train_gpt.py --run runs/b --steps 4 --stop-after 2 {TINY}",
         "",
     ),
     # docs/how-to/debug-a-hang.md

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,32 @@ def test_going_on_after_a_kill_behind_the_last_save_repeats_no_step(tmp_path, te
         file.write('{"step": 7, "lo')  # a torn line
     train(2, run, text, "--steps", "6", "--save-every", "4", "--resume", str(run / "checkpoints" / "step-00000004"))
     assert metrics(run) == whole
+
+
+def test_a_copied_run_goes_on_in_its_own_folder(tmp_path, text):
+    """Its settings name the folder from which it was copied, which must not change."""
+    flags = ["--model", "gpt-tiny", "--batch", "12", "--data", text, "--sample-length", "0"]
+    LocalWorld(1).run(lambda: main([*flags, "--run", str(tmp_path / "run"), "--steps", "6", "--stop-after", "4"]))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    LocalWorld(1).run(lambda: main(["--resume", str(tmp_path / "copy")]))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert [record["step"] for record in metrics(tmp_path / "copy")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_whose_counts_are_damaged_is_refused(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "4", "--stop-after", "2")
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    for change in ({"updates": "2"}, {"tokens": None}, {"data": {}}):
+        manifest.write_text(json.dumps({**whole, "scalars": {**whole["scalars"], **change}}))
+        with pytest.raises(CheckpointError, match="is damaged: its manifest lacks"):
+            train(1, tmp_path / "run", text, "--steps", "4", "--resume", "latest")
+
+
+def test_a_sequence_may_have_one_token(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "2", "--seq-len", "1")
+    assert (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")
 
 
 def test_a_checkpoint_also_loads_on_another_number_of_ranks(tmp_path, text):

@@ -96,7 +96,7 @@ def test_a_folder_is_its_text_files_sorted_by_path(tmp_path):
     assert loaded.files == ("a.txt", "a/b/c.rst", "a/z.md", "b.txt")
     assert whole(loaded) == b"A" * 40 + b"C" * 40 + b"Z" * 40 + b"B" * 40
     assert loaded.skipped == ("picture.png",)
-    assert "4 files (1 that are not text left out: picture.png)" in str(loaded)
+    assert "4 files, 1 more left out as no text (picture.png)" in str(loaded)
 
 
 def test_the_hash_tells_texts_apart(tmp_path):

@@ -85,6 +85,26 @@ def test_a_rank_whose_launcher_is_of_another_mpi_stops_at_once(variable: str) ->
     assert "trains alone" not in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MPITRAIN_NP": "4"}, "LaunchError: the launcher started 4 ranks (MPITRAIN_NP=4)"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "LaunchError: the launcher started 4 ranks"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, ""),
+        ({"MPITRAIN_NP": "4", "MPITRAIN_START_TIMEOUT": "soon"}, "LaunchError: MPITRAIN_START_TIMEOUT=soon: must be"),
+    ],
+)
+def test_training_with_ranks_that_do_not_see_each_other_ends_with_one_message(
+    variables: dict[str, str], said: str
+) -> None:
+    environ = {**_clean(), **variables, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [sys.executable, "-m", "mpitrain", "train", "--steps", "1"]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.startswith(said) if said else not run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_deterministic_mode_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("MPITRAIN_DETERMINISTIC", text)
