@@ -195,8 +195,12 @@ _FILE = Option(
 )
 
 
-def parse(argv: Sequence[str]) -> Config:
+def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config:
     """The settings that a command line gives, its `--config` file included; reads that file and nothing else.
+
+    Args:
+        argv: flags without the program's name.
+        saved: settings of a run that goes on, over which file and flags win; those of one start do not count.
 
     A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
     whatever run.toml says.  So do --steps and --budget replace each other.
@@ -207,7 +211,8 @@ def parse(argv: Sequence[str]) -> Config:
     flags = read_flags(argv, (*OPTIONS.values(), _FILE))
     path = flags.pop("config", None)
     merged: dict[str, Any] = {}
-    for level in (read_file(str(path), OPTIONS) if path is not None else {}, flags):
+    lowest = {name: saved[name] for name in OPTIONS if name in saved and not OPTIONS[name].session} if saved else {}
+    for level in (lowest, read_file(str(path), OPTIONS) if path is not None else {}, flags):
         if "model" in level:
             merged = {name: value for name, value in merged.items() if name not in SIZES}
         if "steps" in level or "budget" in level:

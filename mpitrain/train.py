@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -90,13 +90,13 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
     saved = checkpoint.read_manifest(found).scalars.get("config")
     if not isinstance(saved, dict) or not saved.keys() >= {"steps", *MUST_STAY}:
         raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
-    own = found.parent.parent / "config.toml"
+    # Settings may name another place: the folder was moved or copied, or is seen from another working directory.
+    home = str(found.parent.parent) if found.parent.name == "checkpoints" else None
     named = any(flag == "--config" or flag.startswith("--config=") for flag in flags)
-    if not named and own.is_file():
-        # The file may name another place: the folder was moved or copied, or is seen from another working directory.
-        config = settings.parse(["--config", str(own), "--run", str(found.parent.parent), *flags])
+    if home is not None and not named and Path(home, "config.toml").is_file():
+        config = settings.parse(["--config", f"{home}/config.toml", "--run", home, *flags])
     else:
-        config = settings.parse(flags)
+        config = settings.parse(flags, {**saved, "run": home})
     if config.steps is None:
         config = config.fixed(saved["steps"])
     for name in MUST_STAY:
@@ -105,7 +105,7 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
                 f"{found} was saved with {name} {saved[name]}, now it is {getattr(config, name)}.\n"
                 f"A run cannot go on with another {name}: leave the option out, or start a new run."
             )
-    return config if config.run is not None else replace(config, run=str(found.parent.parent))
+    return config
 
 
 class Training:

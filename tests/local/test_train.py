@@ -96,6 +96,16 @@ def test_a_copied_run_goes_on_in_its_own_folder(tmp_path, text):
     assert [record["step"] for record in metrics(tmp_path / "copy")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_checkpoint_goes_on_by_itself_with_the_settings_that_it_holds(tmp_path, text, monkeypatch):
+    train(1, tmp_path / "run", text, "--steps", "6", "--stop-after", "4")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-00000004").rename(tmp_path / "step-00000004")
+    LocalWorld(1).run(lambda: main(["--resume", "step-00000004"]))
+    (new,) = (tmp_path / "runs").iterdir()
+    assert [record["step"] for record in metrics(new)] == [5, 6]
+    assert config.load(str(new / "config.toml")).lr == 0.01
+
+
 def test_a_checkpoint_whose_counts_are_damaged_is_refused(tmp_path, text):
     train(1, tmp_path / "run", text, "--steps", "4", "--stop-after", "2")
     manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
