@@ -15,6 +15,7 @@ from mpitrain.comm.launcher import is_first
 from mpitrain.errors import ConfigError, UserError
 
 USER_ERROR_CODE = 2
+INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +38,11 @@ def guarded(command: Callable[[], int]) -> int:
         if is_first(os.environ):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_CODE
+    except KeyboardInterrupt:
+        if _has_guard() or _is_local_rank():
+            raise
+        print("interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED_CODE
 
 
 def _dispatch(words: list[str]) -> int:

@@ -12,6 +12,7 @@ MPICH a pipe.  So the launcher says it, by MPITRAIN_TTY=1 (and COLUMNS); without
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ class Terminal:
         colour: allow colour.
     """
 
-    def __init__(self, stream: TextIO, *, live: bool = False, width: int = 80, colour: bool = True) -> None:
+    def __init__(self, stream: TextIO | None, *, live: bool = False, width: int = 80, colour: bool = True) -> None:
         self._stream = stream
         self._live = live
         self._width = max(width, 20)
@@ -122,7 +123,7 @@ class Terminal:
         self._signs = "━─" if encoding in ("utf8", "utf8sig") else "#."
 
     @classmethod
-    def of_launcher(cls, stream: TextIO, environ: Mapping[str, str] = os.environ) -> Terminal:
+    def of_launcher(cls, stream: TextIO | None, environ: Mapping[str, str] = os.environ) -> Terminal:
         """The terminal that the launcher described: MPITRAIN_TTY, COLUMNS, NO_COLOR (not empty: no colour)."""
         columns = environ.get("COLUMNS", "")
         width = int(columns) if columns.isascii() and columns.isdigit() and 0 < int(columns[:6]) < 1000 else 80
@@ -154,5 +155,13 @@ class Terminal:
             self._put(_CLEAR_LINE)
 
     def _put(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        """Write; a reader that has gone (`| head`, a closed terminal) must not end a training that goes well."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            stream, self._stream = self._stream, None
+            with contextlib.suppress(OSError, ValueError):  # what is left in its buffer must not fail at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -8,6 +8,7 @@ same parts: README shows one of 20 lines.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -135,11 +136,19 @@ class Training:
         self.model: GPT = build_model(config, self.corpus, mesh)
         if found is None:  # last, so that a mistake leaves no folder behind
             together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
+        self._lock = together(self.world, lambda: checkpoint.hold(self.folder), here=self.world.rank == 0)
         self.world.board.run_folder = str(self.folder)
         self.seen = 0  # targets learned from
 
     def run(self) -> None:
         """All steps, and what comes after the last one."""
+        try:
+            self._run()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+
+    def _run(self) -> None:
         if self.reports:
             block = facts(self.config, self.mesh, self.model, self.corpus, self.folder)
             self.terminal.heading(start_block("mpitrain", block))
@@ -147,6 +156,10 @@ class Training:
         optimizer = build_optimizer(self.config, self.model)
         self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps)
         done = 0 if self.found is None else self._resume(self.found, optimizer)
+        if done > steps:
+            raise CheckpointError(
+                f"{self.found} has {done} steps behind it, but --steps is {steps}.  Ask for more steps than that."
+            )
         check_replicas(self.model.flats, self.mesh, f"before step {done + 1}")
         together(self.world, self._write_settings, here=self.world.rank == 0)
         last = min(steps, max(self.config.stop_after or steps, done))
@@ -162,48 +175,47 @@ class Training:
         path = self.folder / "metrics.jsonl"
         metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
         clock = _Clock(config.batch * config.seq_len)
-        for step, batch in enumerate(self.tokens.batches(config.batch, dp.rank, dp.size, done, last), start=done + 1):
-            self.executor.step(batch)
-            report = self.executor.report
-            assert report is not None
-            self.seen += report.targets
-            clock.tick()
-            val_loss = None
-            if step == steps or (eval_every and step % eval_every == 0):
-                val_loss = self._validate()
-                clock.restart()
-            if metrics is not None:
-                metrics.write(
-                    step,
-                    loss=report.loss,
-                    grad_norm=report.grad_norm,
-                    lr=report.lr,
-                    tokens_per_s=clock.speed_of_step,
-                    tokens=self.seen,
-                    val_loss=val_loss,
-                )
-                left = (steps - step) * clock.seconds
-                if step in (done + 1, last) or val_loss is not None or step % log_every == 0:
-                    self.terminal.line(
-                        step_line(
-                            step,
-                            steps,
-                            loss=report.loss,
-                            val_loss=val_loss,
-                            grad_norm=report.grad_norm,
-                            lr=report.lr,
-                            tokens_per_s=clock.speed,
-                            seconds_left=left,
-                        )
-                    )
-                text = f"loss {report.loss:.4f}  {clock.speed:,.0f} tok/s  left {duration(left)}"
-                self.terminal.progress(step, steps, text)
-            if (config.save_every and step % config.save_every == 0) or (step == last and config.stop_after):
-                self._say(f"saved {self._save(step, optimizer)}")
-                clock.restart()
-        if metrics is not None:
-            self.terminal.end()
-            metrics.close()
+        batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last)
+        with metrics or contextlib.nullcontext():
+            for step, batch in enumerate(batches, start=done + 1):
+                self.executor.step(batch)
+                clock.tick()
+                assert self.executor.report is not None
+                self.seen += self.executor.report.targets
+                val_loss = None
+                if step == steps or (eval_every and step % eval_every == 0):
+                    val_loss = self._validate()
+                    clock.restart()
+                if metrics is not None:
+                    logged = step in (done + 1, last) or val_loss is not None or step % log_every == 0
+                    self._tell(metrics, clock, step, steps, val_loss, logged)
+                if (config.save_every and step % config.save_every == 0) or (step == last and config.stop_after):
+                    self._say(f"saved {self._save(step, optimizer)}")
+                    clock.restart()
+        self.terminal.end()
+
+    def _tell(
+        self, metrics: MetricsWriter, clock: _Clock, step: int, steps: int, val_loss: float | None, logged: bool
+    ) -> None:
+        """What a step did: to the file of metrics always, to the terminal where a line is due."""
+        report = self.executor.report
+        assert report is not None
+        loss, norm, lr, left = report.loss, report.grad_norm, report.lr, (steps - step) * clock.seconds
+        speed = clock.speed_of_step
+        metrics.write(step, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=speed, tokens=self.seen, val_loss=val_loss)
+        if logged:
+            text = step_line(
+                step,
+                steps,
+                loss=loss,
+                val_loss=val_loss,
+                grad_norm=norm,
+                lr=lr,
+                tokens_per_s=clock.speed,
+                seconds_left=left,
+            )
+            self.terminal.line(text)
+        self.terminal.progress(step, steps, f"loss {loss:.4f}  {clock.speed:,.0f} tok/s  left {duration(left)}")
 
     def _validate(self) -> float:
         """Loss on the validation text, a mean over all ranks' windows."""

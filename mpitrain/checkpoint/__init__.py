@@ -28,6 +28,7 @@ from mpitrain.checkpoint import hdf5
 from mpitrain.checkpoint.folders import (
     claim,
     folder_of,
+    hold,
     latest,
     locate,
     publish,
@@ -57,6 +58,7 @@ __all__ = [
     "claim",
     "counted_here",
     "find",
+    "hold",
     "latest",
     "load",
     "read_manifest",

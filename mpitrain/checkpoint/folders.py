@@ -10,6 +10,7 @@ One rank calls what changes anything.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -143,6 +144,28 @@ def claim(run: str | os.PathLike[str]) -> None:
             f"--run {run}: holds checkpoints of another run, the newest {found[0][0].name}.\n"
             "Add --resume latest to go on with it, or choose another --run."
         )
+
+
+def hold(run: str | os.PathLike[str]) -> int:
+    """Lock the folder of a run against other jobs, for as long as the returned file descriptor is open.
+
+    Two jobs in one folder would overwrite each other's checkpoints and metrics.  The lock goes with the process,
+    however it ends; where the file system knows no locks, there is none.
+
+    Raises:
+        CheckpointError: another job holds it.
+    """
+    os.makedirs(run, exist_ok=True)
+    descriptor = os.open(Path(run) / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            os.close(descriptor)
+            raise CheckpointError(
+                f"--run {show(run)}: another job trains in this folder just now.\nWait for it, or choose another --run."
+            ) from None
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

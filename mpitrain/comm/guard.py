@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from mpitrain.comm.board import FlightBoard
@@ -104,7 +104,7 @@ class Guard:
             self._leave(self._code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or _is_called_inside_the_program(sys._getframe()):
             self._excepthook(kind, error, trace)
             return
         try:
@@ -251,3 +251,8 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_runner(file: str) -> bool:
     return file in ("<frozen runpy>", runpy.__file__) or os.path.basename(os.path.dirname(file)) == "mpi4py"
+
+
+def _is_called_inside_the_program(hook: FrameType) -> bool:
+    """True where C code reports through sys.excepthook what it cannot raise (HDF5 does): nothing ends then."""
+    return hook.f_back is not None

@@ -28,9 +28,10 @@ from mpitrain.comm.baton import Rank, RankStopped, Room
 from mpitrain.comm.threads import Group, LocalTransport
 from mpitrain.comm.transport import Mode, Transport
 from mpitrain.comm.world import SURROUNDING, World
-from mpitrain.errors import LaunchError, UserError
+from mpitrain.errors import CommError, LaunchError, UserError
 
 GLANCE = 0.2  # seconds between looks for signals
+_USER_ERROR, _INTERRUPTED = 2, 130  # exit codes, as under MPI
 LINGER = 5.0  # seconds that ranks have to unwind after one has failed
 
 
@@ -176,7 +177,7 @@ def run_script(size: int, path: str, argv: list[str]) -> int:
         return status
     except BaseException as error:
         _report(error, local.failed, size)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return _status(error)
     finally:
         sys.argv, sys.path = before
         sys.stdout.flush()
@@ -207,10 +208,20 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
+def _status(error: BaseException) -> int:
+    """As under MPI, where a deadlock is ended from outside and counts as a crash."""
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    return _USER_ERROR if isinstance(error, UserError) and not isinstance(error, CommError) else 1
+
+
 def _report(error: BaseException, rank: int, size: int) -> None:
     """Print what ended the run, without our own frames."""
     sys.stdout.flush()
     where = f"rank {rank} of {size}: " if rank >= 0 else ""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return
     if isinstance(error, UserError):
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return

@@ -45,6 +45,7 @@ class Call(NamedTuple):
     peer: int
     shape: tuple[int, ...]
     since: int
+    key: int  # of its channel
 
     def __str__(self) -> str:
         """Without the site: `all_reduce on tp, call 41, (4, 512) float32`."""
@@ -144,7 +145,8 @@ class Page:
         axis = self.text(self.words[channel + 1]) if channel else "?"
         shape = tuple(sizes[: min(ndim, DIMS)])
         kind = self.text(-dtype) if dtype < 0 else _DTYPES.get(dtype, "?")  # text: a type that NumPy lacks
-        return Call(ordinal, axis, number, self.text(verb), kind, peer, shape, since)
+        key = self.words[channel - 1] if channel else 0
+        return Call(ordinal, axis, number, self.text(verb), kind, peer, shape, since, key)
 
     def current(self) -> Call | None:
         """The call it waits in, None unless WAITING."""

@@ -1,7 +1,8 @@
 """The look: a thread in every rank that asks twice a second whether the call it waits in can still return.
 
-It cannot, if a partner has left without entering that call.  It probably cannot, if it has lasted longer than the time
-limit.  Either way the job ends with one message, instead of waiting until somebody notices:
+It cannot, if a partner has left without entering that call, or if ranks wait for each other in a ring.  It probably
+cannot, if it has lasted longer than the time limit.  Either way the job ends with one message, instead of waiting until
+somebody notices:
 
     CommError: rank 1 left with exit code 3 at train.py:40, but rank 0 waits for it in all_reduce on world, call 41,
       (4, 512) float32, at sequence.py:71.
@@ -9,6 +10,10 @@ limit.  Either way the job ends with one message, instead of waiting until someb
     CommError: no answer for 300 s (--timeout).
       ranks 0,1,3 wait in all_reduce on tp, call 41, (4, 512) float32, at sequence.py:71 (for 300 s)
       rank 2 runs since 302 s, after all_gather on tp, call 40, (2, 512) float32
+
+    CollectiveMismatch: ranks wait for each other, none can go on.
+      rank 0 waits in all_reduce on world, call 12, (2,) float64, at executor.py:170
+      rank 1 waits in all_reduce on dp, call 8, (3,) float64, at train.py:14
 
 Everything is read from the flight board; the look sends nothing.
 """
@@ -21,6 +26,7 @@ import threading
 import time
 
 from mpitrain.comm.board import Channel, FlightBoard
+from mpitrain.comm.cycle import Ring, ring
 from mpitrain.comm.lifeline import Lifeline
 from mpitrain.comm.page import LEFT, NEW, PAGE, UNKNOWN_CODE, Gone, Page
 from mpitrain.comm.site import site_of
@@ -40,6 +46,7 @@ class Watch:
         self._lifeline = lifeline
         self._stop = threading.Event()
         self._suspect: tuple[int, int] | None = None  # (call, partner) of the last look
+        self._ring: Ring | None = None  # of the last look
         self._next_copy = 0.0
         self._thread = threading.Thread(target=self._run, name="mpitrain-look", daemon=True)
 
@@ -64,7 +71,7 @@ class Watch:
         self._copy()
         waiting = board.current
         if waiting is None:
-            self._suspect = None
+            self._suspect = self._ring = None
             return
         channel, number, ordinal, thread = waiting
         if not board.page.site:
@@ -75,6 +82,10 @@ class Watch:
         if missing is not None and self._suspect == (ordinal, missing[0]) and board.current is waiting:
             self._report_missing(*missing)
         self._suspect = None if missing is None else (ordinal, missing[0])
+        found = ring(board.pages, board.rank)
+        if found is not None and found == self._ring and board.current is waiting:
+            self._report_ring(found)
+        self._ring = found
         if time.monotonic_ns() - board.page.since > board.limit * 1e9 and board.current is waiting:
             self._report_hang()
 
@@ -102,6 +113,13 @@ class Watch:
         call = board.page.current()
         text = f"CommError: rank {rank} {how}, but rank {board.rank} waits for it in {call}, at {board.page.site}.\n"
         self._end(f"left {rank}", text, code, silent=gone is not None and gone.spoke)
+
+    def _report_ring(self, found: Ring) -> None:
+        lines = [f"  rank {rank} {_place(self._board.pages[rank]).replace('wait', 'waits', 1)}" for rank, _ in found]
+        if len(lines) >= MAX_LINES:
+            lines[MAX_LINES - 2 :] = [f"  and {len(lines) - MAX_LINES + 2} more ranks"]
+        text = "\n".join(["CollectiveMismatch: ranks wait for each other, none can go on.", *lines]) + "\n"
+        self._end("ring", text, 1)
 
     def _report_hang(self) -> None:
         self._end("hang", self.hang_report(), 1)

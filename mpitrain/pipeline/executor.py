@@ -103,6 +103,13 @@ class Executor:
         """
         self.model.start_step()
         step = _Step(batch)
+        # What overflows is found by the norm, on all ranks at once; NumPy would warn of one op on one rank.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            self._run_all(step)
+        assert self.report is not None
+        return self.report.loss
+
+    def _run_all(self, step: _Step) -> None:
         listeners = LISTENERS.get()
         for place, action in enumerate(self.row):
             if listeners:
@@ -110,8 +117,6 @@ class Executor:
             self._run(action, step, place)
             if listeners:
                 tell(listeners, Event("action", "end", str(action), {"action": action}))
-        assert self.report is not None
-        return self.report.loss
 
     def _run(self, action: Action, step: _Step, place: int) -> None:
         micro = -1 if action.micro is None else action.micro

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from mpitrain import checkpoint, config
 from mpitrain.comm.local import LocalWorld
-from mpitrain.errors import CheckpointError, ConfigError, DataError, MeshError, UserError
+from mpitrain.errors import CheckpointError, ConfigError, DataError, MeshError, NumericsError, UserError
 from mpitrain.train import main
 
 TEXT = "".join(f"{n} bottles of milk on the wall, {n} bottles of milk; take {n % 7} down.\n" for n in range(400))
@@ -184,3 +185,27 @@ def test_another_model_or_text_cannot_go_on_with_a_checkpoint(tmp_path, text):
     with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
         train(1, run, text, "--steps", "4")
     assert checkpoint.latest(run).name == "step-00000002"
+
+
+def test_fewer_steps_than_are_done_are_refused_and_change_nothing(tmp_path, text):
+    run = tmp_path / "run"
+    train(1, run, text, "--steps", "5", "--save-every", "5")
+    before = (run / "config.toml").read_text(), metrics(run)
+    with pytest.raises(CheckpointError, match="has 5 steps behind it, but --steps is 3"):
+        train(1, run, text, "--steps", "3", "--resume", "latest")
+    assert ((run / "config.toml").read_text(), metrics(run)) == before
+
+
+def test_two_jobs_cannot_share_a_folder(tmp_path, text):
+    run = tmp_path / "run"
+    run.mkdir()
+    lock = checkpoint.hold(run)
+    with pytest.raises(CheckpointError, match="another job trains in this folder"):
+        train(2, run, text, "--steps", "2")
+    os.close(lock)
+    train(2, run, text, "--steps", "2")
+
+
+def test_a_loss_that_overflows_ends_with_one_message_and_no_warning(tmp_path, text):
+    with pytest.raises(NumericsError, match="not finite"):
+        train(2, tmp_path / "run", text, *"--steps 60 --lr 10 --clip 0 --optimizer sgd --warmup 0".split())

@@ -19,6 +19,7 @@ import time
 import numpy as np
 
 from mpitrain.comm.board import FlightBoard
+from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
 from mpitrain.errors import MeshError
 
@@ -55,6 +56,16 @@ def nobody_makes_the_axis() -> None:
     ranks.barrier()
     if ranks.rank == 0:
         ranks.transport.group((0, 1), "tp")
+
+
+def ranks_wait_for_each_other() -> None:
+    """Rank 1 sums over an axis while rank 0 sums over the world."""
+    ranks = world()
+    mesh = Mesh(ranks)
+    ranks.barrier()
+    if ranks.rank == 1:
+        mesh.dp.all_reduce(SMALL)
+    ranks.all_reduce(SMALL)
 
 
 def all_raise_a_user_error() -> None:
@@ -123,6 +134,10 @@ def all_is_well() -> None:
     ranks = world()
     with contextlib.suppress(SystemExit):
         sys.exit(3)
+    try:
+        raise LookupError("told, not fatal")
+    except LookupError:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     faulthandler.cancel_dump_traceback_later()  # its thread does not survive a fork, and Python would wait for it
     child = os.fork()
     if child == 0:

@@ -50,6 +50,15 @@ def test_a_rank_that_leaves_early_with_code_0_ends_whoever_waits_for_it(
     assert "at end_script.py:" in run.output
 
 
+def test_ranks_that_wait_for_each_other_are_told_so_at_once(mpirun: Mpirun) -> None:
+    run = mpirun(2, sys.executable, SCRIPT, "ranks_wait_for_each_other", timeout=30)
+    assert run.code == 1
+    assert run.seconds < QUICK
+    assert run.output.count("CollectiveMismatch: ranks wait for each other, none can go on.") == 1
+    assert "rank 0 waits in all_reduce on world" in run.output
+    assert "rank 1 waits in all_reduce on dp" in run.output
+
+
 def test_a_user_error_that_all_ranks_raise_is_printed_once_without_traceback(mpirun: Mpirun) -> None:
     run = mpirun(4, sys.executable, SCRIPT, "all_raise_a_user_error", timeout=30)
     assert run.code == 2
@@ -133,7 +142,8 @@ def test_ranks_die_with_their_launcher_and_leave_nothing_in_shared_memory(launch
 
 def test_early_leavers_slow_ranks_and_caught_exits_are_no_reason_to_end(mpirun: Mpirun) -> None:
     run = mpirun(3, sys.executable, SCRIPT, "all_is_well", timeout=40).check()
-    assert "Error" not in run.output
+    assert run.output.count("LookupError: told, not fatal") == 3
+    assert "Error" not in run.output.replace("LookupError", "")
 
 
 def test_one_rank_under_a_launcher_ends_like_any_program(mpirun: Mpirun, tmp_path: Path) -> None:

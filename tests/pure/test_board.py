@@ -327,3 +327,54 @@ def test_entering_and_leaving_a_call_is_cheap(boards: list[FlightBoard]) -> None
 
 
 ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def test_ranks_that_wait_for_each_other_on_two_axes_end_at_the_second_look(
+    boards: list[FlightBoard], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """C73: rank 0 sums over the world, rank 1 over an axis; each has not entered what the other waits in."""
+    world = [board.open("world", (0, 1, 2)) for board in boards]
+    axis = [board.open("dp", (0, 1)) for board in boards[:2]]
+    look = look_of(boards[0])
+    world[0].enter(1, "all_reduce", (2,), F4, -1)
+    world[2].enter(1, "all_reduce", (2,), F4, -1)
+    axis[1].enter(1, "all_reduce", (3,), F4, -1)
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+    said = capfd.readouterr().err
+    assert "CollectiveMismatch: ranks wait for each other" in said
+    assert "rank 0 waits in all_reduce on world, call 1, (2,) float32" in said
+    assert "rank 1 waits in all_reduce on dp, call 1, (3,) float32" in said
+    assert len(said.splitlines()) <= 5
+
+
+def test_a_ring_of_three_is_found_and_a_chain_that_can_go_on_is_none(boards: list[FlightBoard]) -> None:
+    ends = {(0, 1): "a", (1, 2): "b", (0, 2): "c"}
+    lanes = {(rank, name): boards[rank].open(name, pair) for pair, name in ends.items() for rank in pair}
+    lanes[0, "a"].enter(1, "all_reduce", (2,), F4, -1)  # 0 waits for 1
+    lanes[1, "b"].enter(1, "all_gather", (2,), F4, -1)  # 1 waits for 2
+    look = look_of(boards[0])
+    for _ in range(3):
+        look.look()  # 2 runs: it may enter "b" any time
+    lanes[2, "c"].enter(1, "barrier", (0,), F4, -1)  # 2 waits for 0
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+
+
+def test_ranks_in_the_same_call_or_in_a_message_between_two_are_in_no_ring(boards: list[FlightBoard]) -> None:
+    lanes = [board.open("world", (0, 1, 2)) for board in boards]
+    for lane in lanes:
+        lane.enter(7, "all_reduce", (2,), F4, -1)
+    looks = [look_of(board) for board in boards]
+    for _ in range(3):
+        for look in looks:
+            look.look()
+    for lane in lanes:
+        lane.leave()
+    lanes[0].enter(1, "recv", (2,), F4, 1)
+    lanes[1].enter(8, "all_reduce", (2,), F4, -1)
+    for _ in range(3):
+        for look in looks:
+            look.look()

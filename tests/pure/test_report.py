@@ -1,6 +1,8 @@
 """What stands in the terminal, letter by letter."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -128,3 +130,25 @@ def test_a_stream_that_knows_no_unicode_gets_ascii():
     screen = io.StringIO()
     Terminal(screen, live=True, width=31, colour=False).progress(1, 4, "loss 2.0")
     assert screen.getvalue().isascii()
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run():
+    """`train | head -1`: the pipe breaks, the terminal falls silent, and nothing fails at exit."""
+    code = (
+        "import sys\n"
+        "from mpitrain.report import Terminal\n"
+        "t = Terminal.of_launcher(sys.stdout)\n"
+        "for n in range(20000): t.line(f'line {n}')\n"
+        "print('went on', file=sys.stderr)\n"
+    )
+    run = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; {sys.executable} -c "$0" | head -1', code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "line 0\n", "went on\n")
+
+
+def test_without_a_stdout_nothing_is_printed():
+    Terminal.of_launcher(None).line("nobody hears this")
