@@ -1,24 +1,23 @@
 """From settings to parts: corpus, model, optimizer, executor, each as the settings say.
 
 Whatever can be wrong is said on every rank at once: a rank that fails alone (a file that only one host lacks) tells the
-others by `together`, so that all stop with the same error instead of waiting for it.
+others by `comm.together`, so that all stop with the same error instead of waiting for it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from mpitrain.backend import DTYPES
 from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.together import together
 from mpitrain.comm.world import World
 from mpitrain.config import Config, check_memory
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
-from mpitrain.errors import DataError, UserError
+from mpitrain.errors import DataError
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.optim.adam import AdamW
 from mpitrain.optim.lr import warmup_cosine, warmup_updates
@@ -28,35 +27,6 @@ from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.passes import with_update
 from mpitrain.pipeline.schedules import one_stage
-
-T = TypeVar("T")
-
-
-def together(world: World, work: Callable[[], T], *, here: bool = True) -> T | None:
-    """Do something that can fail on one rank only, and agree on how it went.
-
-    Args:
-        world: all ranks, which all call this.
-        work: what to do.
-        here: whether this rank does it.
-
-    Returns:
-        What `work` returned; None on ranks that had nothing to do.
-
-    Raises:
-        UserError: the error of the first rank that failed, on every rank.
-    """
-    result: T | None = None
-    error: UserError | None = None
-    if here:
-        try:
-            result = work()
-        except UserError as raised:
-            error = raised
-        except OSError as raised:
-            error = UserError(f"{raised.filename or 'a file of the run'}: {raised.strerror or raised}.")
-    world.agree(error)
-    return result
 
 
 def run_folder(config: Config, world: World) -> Path:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,10 +26,11 @@ from mpitrain.assemble import (
     build_optimizer,
     read_corpus,
     run_folder,
-    together,
 )
+from mpitrain.clock import Clock, seconds
 from mpitrain.comm.launcher import is_first
 from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.together import together
 from mpitrain.comm.world import World, world
 from mpitrain.config import Config
 from mpitrain.curve import loss_curve
@@ -174,7 +175,7 @@ class Training:
         log_every, eval_every = config.log_interval(steps), config.eval_interval(steps)
         path = self.folder / "metrics.jsonl"
         metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
-        clock = _Clock(config.batch * config.seq_len)
+        clock = Clock(config.batch * config.seq_len)
         batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last)
         with metrics or contextlib.nullcontext():
             for step, batch in enumerate(batches, start=done + 1):
@@ -195,7 +196,7 @@ class Training:
         self.terminal.end()
 
     def _tell(
-        self, metrics: MetricsWriter, clock: _Clock, step: int, steps: int, val_loss: float | None, logged: bool
+        self, metrics: MetricsWriter, clock: Clock, step: int, steps: int, val_loss: float | None, logged: bool
     ) -> None:
         """What a step did: to the file of metrics always, to the terminal where a line is due."""
         report = self.executor.report
@@ -277,8 +278,8 @@ class Training:
         self.executor = build_executor(config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS)
         times = []
         for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS):
-            times.append(_seconds(lambda batch=batch: self.executor.step(batch)))
-        validation = _seconds(self._validate)
+            times.append(seconds(lambda batch=batch: self.executor.step(batch)))
+        validation = seconds(self._validate)
         for flat, weights in zip(self.model.flats, before, strict=True):
             flat.weights[...] = weights
         slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
@@ -320,35 +321,3 @@ class Training:
     def _say(self, text: str) -> None:
         if self.reports:
             self.terminal.line(text)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-class _Clock:
-    """How fast steps go; what happens between `restart` and the next step's begin does not count."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens  # of a step
-        self._since = time.perf_counter()
-        self.seconds = 0.0  # of a step, a mean in which the last 20 steps or so weigh
-        self.speed_of_step = 0.0
-
-    def tick(self) -> None:
-        """A step ends."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        self.seconds += (seconds - self.seconds) * (0.05 if self.seconds else 1.0)
-        self.speed_of_step = self._tokens / seconds
-
-    def restart(self) -> None:
-        """Something else was done since the last step."""
-        self._since = time.perf_counter()
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second over all ranks."""
-        return self._tokens / self.seconds

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +50,7 @@ from mpitrain.checkpoint.layout import (
     slabs_of,
 )
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.together import together
 from mpitrain.errors import CheckpointError, UserError
 
 __all__ = [
@@ -68,8 +69,6 @@ __all__ = [
     "survey",
     "sweep",
 ]
-
-_Result = TypeVar("_Result")
 
 
 def save(
@@ -197,18 +196,13 @@ def find(resume: str, run: str | None, world: Communicator, say: Callable[[str],
     return Path(path)
 
 
-def _together(world: Communicator, work: Callable[[], _Result], otherwise: str) -> _Result:
-    """Do what may fail on some ranks; all go on, or all raise the same CheckpointError."""
-    error: UserError | None = None
-    result: Any = None
-    try:
-        result = work()
-    except UserError as known:
-        error = known
-    except (OSError, RuntimeError) as refused:
-        error = CheckpointError(f"{otherwise} (rank {world.rank}): {hdf5.reason(refused)}.")
-    world.agree(error)
-    return result
+def _together(world: Communicator, work: Callable[[], Any], otherwise: str) -> Any:
+    """`together`, with what the disk refuses as a CheckpointError that begins with `otherwise`."""
+
+    def refused(error: Exception) -> CheckpointError:
+        return CheckpointError(f"{otherwise} (rank {world.rank}): {hdf5.reason(error)}.")
+
+    return together(world, work, refused=refused)
 
 
 def _entry(slab: SlabRef) -> list[Any]:
