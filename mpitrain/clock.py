@@ -25,9 +25,9 @@ class Clock:
     def tick(self) -> None:
         """A step ends."""
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        self.seconds += (seconds - self.seconds) * (0.05 if self.seconds else 1.0)
-        self.speed_of_step = self._tokens / seconds
+        took, self._since = now - self._since, now
+        self.seconds += (took - self.seconds) * (0.05 if self.seconds else 1.0)
+        self.speed_of_step = self._tokens / took
 
     def restart(self) -> None:
         """Something else was done since the last step."""

@@ -20,7 +20,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.events import LISTENERS, Event, tell
 from mpitrain.nn.module import Module
-from mpitrain.optim.clip import coefficient, scale, sum_of_squares
+from mpitrain.optim.clip import clip, first_not_finite
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.data import FlatReducer, Reducer
 from mpitrain.pipeline.action import Action, Schedule
@@ -148,24 +148,25 @@ class Executor:
 
     def _update(self, step: _Step) -> None:
         """Norm over all ranks, clipping, optimizer.  One small all-reduce; every rank gets the same bits."""
-        mesh = self.mesh
-        own = sum_of_squares(p.grad for p in self._counted)
-        first_of_tp = mesh.coords["tp"] == 0
-        sums = np.array([step.loss if first_of_tp else 0.0, own], np.float64)
-        loss_sum, squares = (float(value) for value in mesh.world.all_reduce(sums))
-        norm = math.sqrt(squares) if squares >= 0 else math.nan
-        loss = loss_sum / step.targets if step.targets else 0.0
+        mine = step.loss if self.mesh.coords["tp"] == 0 else 0.0  # ranks of a tp group hold the same loss
+
+        def sum_over_ranks(squares: float) -> float:
+            step.loss, total = map(float, self.mesh.world.all_reduce(np.array([mine, squares])))
+            return total
+
+        grads = [flat.grads for flat in self.model.flats]
+        norm = clip((p.grad for p in self._counted), grads, self.clip or None, sum_over_ranks).norm
+        loss = step.loss / step.targets if step.targets else 0.0
         updates = self.optimizer.updates
         lr = self.lr(updates) if self.lr is not None else self.optimizer.lr
         self.report = StepReport(loss, norm, lr, step.targets)
         if not (math.isfinite(norm) and math.isfinite(loss)):
+            bad = self.mesh.world.exchange(first_not_finite(self.model.parameters()))
+            where = next((f"; the first gradient that is not: {name}" for name in bad if name), "")
             raise NumericsError(
-                f"after {updates} updates the loss is {loss} and the gradient norm {norm}: not finite.\n"
+                f"after {updates} updates the loss is {loss} and the gradient norm {norm}: not finite{where}.\n"
                 "No weight was changed by this step.  Way out: a lower --lr, a longer --warmup, or --clip 1."
             )
-        factor = coefficient(norm, self.clip or None)
-        if factor < 1.0:
-            scale((flat.grads for flat in self.model.flats), factor)
         self.optimizer.step(lr)
 
     def _counts(self, p: Any) -> bool:
