@@ -35,6 +35,7 @@ from mpitrain.data import corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.errors import ConfigError
 from mpitrain.models.gpt import GPTConfig
+from mpitrain.train import BUDGET_SHARE
 
 TRIAL_STEPS = 10  # as mpitrain's: the later half of them is what counts
 VALIDATION_ROWS = 32  # sequences that a process evaluates at once
@@ -214,7 +215,7 @@ def _steps_in_budget(config: settings.Config, tokens: Tokens, rank: int, ranks: 
     budget = max(0.0, config.budget - (5 if config.eval_every is None else 1) * per_validation)
     if config.eval_every:
         per_step += per_validation / config.eval_every
-    return max(1, int(budget / per_step))
+    return max(1, int(BUDGET_SHARE * budget / per_step))
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

@@ -47,6 +47,7 @@ from mpitrain.startup import facts
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
+BUDGET_SHARE = 0.95  # of the budget is planned: processors of today slow down when all cores work for minutes
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
 MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
@@ -266,7 +267,7 @@ class Training:
         else:
             budget = config.budget - validation
             step += validation / config.eval_every if config.eval_every else 0.0
-        steps = max(1, int(budget / step))
+        steps = max(1, int(BUDGET_SHARE * budget / step))
         self.config = config.fixed(steps)
         self._say(f"budget of {config.budget:g} s at {1000 * step:.1f} ms a step: {steps:,} steps\n")
         return steps
