@@ -326,7 +326,7 @@ case $launcher in
   srun)
     type=${MPITRAIN_SRUN_MPI:-}
     if [ -z "$type" ]; then case $family in openmpi) type=pmix ;; mpich) type=pmi2 ;; esac; fi
-    exec srun ${type:+"--mpi=$type"} -n "$ranks" "$@"
+    exec srun --kill-on-bad-exit=1 ${type:+"--mpi=$type"} -n "$ranks" "$@"
     ;;
   mpirun)
     forward=()

@@ -412,14 +412,23 @@ def test_a_slurm_job_says_how_many_ranks_there_are(clone):
 @pytest.mark.parametrize(
     ("env", "command"),
     [
-        ({"MPITRAIN_LAUNCH": "srun"}, ["srun", "--mpi=pmix", "-n", "8"]),
-        ({"MPITRAIN_LAUNCH": "srun", "MPITRAIN_MPI": "mpich"}, ["srun", "--mpi=pmi2", "-n", "8"]),
-        ({"MPITRAIN_LAUNCH": "srun", "MPITRAIN_SRUN_MPI": "pmix_v4"}, ["srun", "--mpi=pmix_v4", "-n", "8"]),
+        ({"MPITRAIN_LAUNCH": "srun"}, ["srun", "--kill-on-bad-exit=1", "--mpi=pmix", "-n", "8"]),
+        (
+            {"MPITRAIN_LAUNCH": "srun", "MPITRAIN_MPI": "mpich"},
+            ["srun", "--kill-on-bad-exit=1", "--mpi=pmi2", "-n", "8"],
+        ),
+        (
+            {"MPITRAIN_LAUNCH": "srun", "MPITRAIN_SRUN_MPI": "pmix_v4"},
+            ["srun", "--kill-on-bad-exit=1", "--mpi=pmix_v4", "-n", "8"],
+        ),
         ({"SLURM_JOB_ID": "7"}, ["mpirun", "-n", "8"]),
         ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "mpich"}, ["mpirun", "-n", "8"]),
         ({"MPITRAIN_MPI": "system"}, ["mpirun", "-n", "8"]),
-        ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system"}, ["srun", "--mpi=pmix", "-n", "8"]),
-        ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system", "MPIRUN_VERSION": "HYDRA"}, ["srun", "--mpi=pmi2", "-n", "8"]),
+        ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system"}, ["srun", "--kill-on-bad-exit=1", "--mpi=pmix", "-n", "8"]),
+        (
+            {"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system", "MPIRUN_VERSION": "HYDRA"},
+            ["srun", "--kill-on-bad-exit=1", "--mpi=pmi2", "-n", "8"],
+        ),
         ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system", "MPITRAIN_LAUNCH": "mpirun"}, ["mpirun", "-n", "8"]),
     ],
 )
@@ -435,7 +444,16 @@ def test_srun_starts_the_ranks_where_it_must(clone, env, command):
 def test_a_cluster_with_nothing_but_srun_starts_ranks_as_its_site_says(clone):
     clone.stand_in("srun")
     run = clone.run(MPITRAIN_MPI="system")
-    assert run.command == ["srun", "-n", "8", "ROOT/.venv-system/bin/python", "-m", "mpi4py", EXAMPLE]
+    assert run.command == [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "-n",
+        "8",
+        "ROOT/.venv-system/bin/python",
+        "-m",
+        "mpi4py",
+        EXAMPLE,
+    ]
 
 
 def test_the_system_mpi_is_linked_from_beside_its_mpirun(clone):
