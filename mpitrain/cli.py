@@ -16,7 +16,7 @@ from mpitrain.comm.launcher import is_first
 from mpitrain.errors import ConfigError, UserError
 
 USER_ERROR_CODE = 2
-PATIENCE = 5.0  # seconds
+PATIENCE = 3.0  # seconds
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells have it
 
 
@@ -30,17 +30,18 @@ def guarded(command: Callable[[], int]) -> int:
     """Run a command; a mistake of the user becomes one message and exit code 2.
 
     Under MPI with more than one rank the guard of `comm.guard` owns the end of the process, so the error goes on to it.
-    Before MPI has started, each process knows from its launcher whether it is the one that speaks.  The others wait for
-    it: a launcher that saw one of them end first would kill it before it has spoken.
+    Before MPI has started all ranks make the same mistake, and each knows from its launcher whether it is the one that
+    speaks.  The others wait for it: a launcher that saw one of them end first would kill it before it has spoken.
     """
     try:
         return command()
     except UserError as error:
         if _has_guard() or _is_local_rank():
             raise
-        if not is_first(os.environ):
-            time.sleep(PATIENCE)  # the first one's end ends this process too; if not, the mistake is of this rank alone
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if is_first(os.environ):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(PATIENCE)
         return USER_ERROR_CODE
     except KeyboardInterrupt:
         if _has_guard() or _is_local_rank():

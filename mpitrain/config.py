@@ -252,6 +252,11 @@ def write(config: Config, path: str) -> None:
         ) from None
 
 
+def names_a_file(argv: Sequence[str]) -> bool:
+    """Whether the command line takes settings from a file."""
+    return any(flag == "--config" or flag.startswith("--config=") for flag in argv)
+
+
 def wants_help(argv: Sequence[str]) -> bool:
     """Whether the command line asks for the list of options."""
     return "--help" in argv or "-h" in argv

@@ -36,7 +36,7 @@ from mpitrain.config import Config
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.metrics import MetricsWriter, read_metrics
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
@@ -71,9 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_first(os.environ):
             print(settings.usage("mpitrain train | python examples/train_gpt.py"))
         return 0
-    config = settings.parse(flags)
     began = time.perf_counter()
+    mistake: ConfigError | None = None
+    try:
+        config = settings.parse(flags)
+    except ConfigError as error:
+        if not settings.names_a_file(flags):
+            raise  # a mistake in the flags is made by all ranks
+        config, mistake = Config(), error  # the file may be missing on one host only
     ranks = world(config.start_timeout)
+    ranks.agree(mistake)
     ranks.board.limit = config.timeout
     if config.deterministic:
         ranks.set_deterministic()

