@@ -102,7 +102,7 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
         raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
     # Settings may name another place: the folder was moved or copied, or is seen from another working directory.
     home = str(found.parent.parent) if found.parent.name == "checkpoints" else None
-    named = any(flag == "--config" or flag.startswith("--config=") for flag in flags)
+    named = settings.names_a_file(flags)
     if home is not None and not named and Path(home, "config.toml").is_file():
         config = settings.parse(["--config", f"{home}/config.toml", "--run", home, *flags])
     else:
