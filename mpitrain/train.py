@@ -47,7 +47,7 @@ from mpitrain.startup import facts
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
-BUDGET_SHARE = 0.95  # of the budget is planned: processors of today slow down when all cores work for minutes
+BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than the ten that were timed
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
 MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
