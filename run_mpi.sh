@@ -120,7 +120,7 @@ made=$venv/.mpitrain-made installed=$venv/.mpitrain-installed unfinished=$venv.u
 if [ "$mode" = test ]; then extras=${extras:+$extras,}test installed=$installed-test; fi
 
 # The stamp names all that the installation depends on: another checkout, clone or system MPI sets up again.
-sum=$(cat "$root/pyproject.toml" "$root/setup.py" | cksum)
+sum=$({ cat "$root/pyproject.toml" "$root/setup.py"; cat "$root"/mpitrain/kernels/csrc/* 2>/dev/null || :; } | cksum)
 mpirun=; if [ "$mpi" = system ] && have mpirun; then mpirun=$(readlink -f "$(command -v mpirun)"); fi
 stamp="$mpi ${sum%% *} $root $mpirun"
 

@@ -1,5 +1,62 @@
-"""Setuptools reads everything from pyproject.toml; this file is for tools that still call setup.py."""
+"""Everything but the compiled kernels stands in pyproject.toml; here is how those are built.
 
-from setuptools import setup
+`mpitrain/kernels/csrc` is compiled once for each CPU level and precision, and the right one is chosen when it runs, so
+that one wheel serves old and new machines alike.  Without a C compiler the build goes on without them: the NumPy path
+then serves, and says so.
+"""
 
-setup()
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = "mpitrain/kernels/csrc"
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+LEVELS = {"baseline": ("baseline", [])}
+if IS_X86:
+    LEVELS |= {"v3": ("x86-64-v3", ["-march=x86-64-v3"]), "v4": ("x86-64-v4", ["-march=x86-64-v4"])}
+PRECISIONS = {"float": 1, "double": 0}
+# NaN and infinity must survive, so no -ffast-math; these two only say that nobody reads errno or floating-point traps.
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+
+
+class BuildKernels(build_ext):
+    """One source, one object for each level and precision."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile the objects of all levels, then the module with them."""
+        jobs = []
+        for suffix, (name, flags) in LEVELS.items():
+            macros = [("LEVEL", suffix), ("MT_LEVEL_NAME", f'"{name}"')]
+            jobs.append((suffix, "halves.c", macros, flags))
+            for real, is_float in PRECISIONS.items():
+                both = [*macros, ("REAL", real), ("REAL_IS_FLOAT", str(is_float))]
+                jobs.append((f"{suffix}-{real}", "kernels.c", both, flags))
+
+        def compile_one(job: tuple) -> list[str]:
+            folder, source, macros, flags = job
+            target = os.path.join(self.build_temp, folder)
+            return self.compiler.compile(
+                [f"{SOURCES}/{source}"], output_dir=target, macros=macros, extra_postargs=[*FLAGS, *flags]
+            )
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            ext.extra_objects = [path for paths in pool.map(compile_one, jobs) for path in paths]
+        super().build_extension(ext)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "mpitrain.kernels._compiled",
+            [f"{SOURCES}/module.c"],
+            depends=[f"{SOURCES}/{name}" for name in ("attention.h", "halves.c", "kernels.c", "numerics.h", "table.h")],
+            define_macros=[("MT_X86", "1")] if IS_X86 else [],
+            extra_compile_args=FLAGS,
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

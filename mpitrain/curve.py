@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
-from xml.sax.saxutils import escape
 
 Points = list[tuple[float, float]]
 
@@ -261,4 +260,5 @@ def _finite(value: object) -> bool:
 
 def _clean(text: str) -> str:
     """Text that XML allows: escaped, without control characters and lone surrogates."""
-    return escape("".join(sign if sign.isprintable() else " " for sign in text))
+    plain = "".join(sign if sign.isprintable() else " " for sign in text)
+    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

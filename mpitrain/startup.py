@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mpitrain import kernels
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
@@ -26,6 +27,7 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         ("parameters", f"{model.num_parameters:,} in {config.dtype}, {len(model.parameters())} tensors"),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
         ("mesh", grid.removeprefix("mesh of 1 rank: ")),
+        ("kernels", kernels.level() if len(kernels.levels()) > 1 else "NumPy only (installed without a C compiler)"),
         ("ranks", f"{world.size} on {_cores()}, {blas_threads()} BLAS thread each"),
         (
             "messages",

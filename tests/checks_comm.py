@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from mpitrain.comm import ordered
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.world import World
 from mpitrain.errors import CommError, ConfigError, MeshError, ShapeError, UserError
@@ -321,6 +322,57 @@ def sums_longer_than_a_segment_are_in_order(world: World) -> None:
         same(world.all_reduce(rows[world.rank]), in_order(rows))
 
 
+def sums_of_a_few_elements_are_in_order_when_they_are_cut(world: World) -> None:
+    """Fewer elements than ranks leave the last ranks nothing to add up, in place or not, whole or segment by segment."""
+    n, me = world.size, world.rank
+    small, slice_bytes = ordered.SMALL, ordered.SLICE
+    world.barrier()
+    try:
+        for ordered.SMALL, ordered.SLICE in ((0, slice_bytes), (0, 24)):
+            for dtype in ("f4", "f8", "f2", "c8"):
+                for count in (0, 1, n - 1, n, n + 1, 5 * n + 3):
+                    rows = all_data(world, count, dtype)
+                    wide = "f4" if dtype == "f2" else dtype
+                    truth = in_order([row.astype(wide) for row in rows]).astype(dtype)
+                    largest = np.max(rows, axis=0) if dtype != "c8" else None
+                    with mode(world, deterministic=True):
+                        same(world.all_reduce(rows[me]), truth)
+                        place = rows[me].copy()
+                        assert world.all_reduce(place, out=place) is place
+                        same(place, truth)
+                        place = rows[me].copy()
+                        same(world.iall_reduce(place, out=place).wait(), truth)
+                        if largest is not None:
+                            same(world.all_reduce(rows[me], op="max"), largest)
+                    assert (rows[me] == data(me, count, dtype)).all()
+    finally:
+        world.barrier()
+        ordered.SMALL, ordered.SLICE = small, slice_bytes
+
+
+def the_own_block_of_a_rank_stays_where_it_is(world: World) -> None:
+    """Of the raw verbs: an all-to-all without `own`, and a gather of blocks that stand in their places already."""
+    n, me, transport = world.size, world.rank, world.transport
+    for counts in ([3] * n, [*range(n)], [7, *[0] * (n - 1)]):
+        ends = np.cumsum([0, *counts])
+        mine = slice(ends[me], ends[me + 1])
+        for wait in (False, True):
+            joined = np.full(ends[-1], -1.0)
+            joined[mine] = me + 0.5
+            if wait:
+                transport.iall_gather(None, joined, counts).wait()
+            else:
+                transport.all_gather(None, joined, counts)
+            same(joined, np.repeat(np.arange(n) + 0.5, counts))
+            sent, rows = np.repeat(np.arange(n) + 100.0 * me, counts), np.full(n * counts[me], -1.0)
+            if wait:
+                transport.iall_to_all(sent, counts, rows, [counts[me]] * n, own=False).wait()
+            else:
+                transport.all_to_all(sent, counts, rows, [counts[me]] * n, own=False)
+            wanted = np.array([-1.0 if rank == me else 100.0 * rank + me for rank in range(n)])
+            same(rows, np.repeat(wanted, counts[me]))
+
+
 def requests_make_progress_by_being_asked(world: World) -> None:
     n, me = world.size, world.rank
     for deterministic in (False, True):
@@ -604,6 +656,8 @@ CHECKS: list[Callable[[World], None]] = [
     halves_are_summed_in_float32_and_overflow_only_in_a_half,
     a_sum_has_the_same_bits_however_it_is_cut,
     sums_longer_than_a_segment_are_in_order,
+    sums_of_a_few_elements_are_in_order_when_they_are_cut,
+    the_own_block_of_a_rank_stays_where_it_is,
     requests_make_progress_by_being_asked,
     a_rank_that_waits_for_something_else_holds_up_no_sum,
     results_go_where_they_are_asked_to,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.backend import to_host
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
@@ -40,10 +41,12 @@ def train(
     bucket_bytes: int = 0,
     sgd: bool = False,
     steps: int = STEPS,
+    tp: int = 1,
+    xp: Any = np,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Losses and norms of all steps, the first gradients, the last weights and state: kind -> name -> array."""
-    mesh = Mesh(world)
-    model = GPT(sizes, mesh, seed=3, dtype=np.float64)
+    """Losses and norms of all steps, the first gradients, the last weights and state: kind -> name -> host array."""
+    mesh = Mesh(world, tp=tp)
+    model = GPT(sizes, mesh, seed=3, dtype=np.float64, xp=xp)
     optimizer: Optimizer
     if sgd:
         optimizer = Sgd(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -63,13 +66,13 @@ def train(
         losses.append(executor.step(batch))
         assert executor.report is not None
         norms.append(executor.report.grad_norm)
-        gradients = gradients or {p.name: p.grad.copy() for p in model.parameters()}
+        gradients = gradients or {p.name: to_host(p.grad).copy() for p in model.parameters()}
     return {
         "losses": {"loss": np.array(losses)},
         "norms": {"norm": np.array(norms)},
         "gradients": gradients,
-        "weights": {p.name: p.data.copy() for p in model.parameters()},
-        **{kind: {name: a.copy() for name, a in of.items()} for kind, of in optimizer.state_dict().items()},
+        "weights": {p.name: to_host(p.data).copy() for p in model.parameters()},
+        **{kind: {name: to_host(a).copy() for name, a in of.items()} for kind, of in optimizer.state_dict().items()},
     }
 
 

@@ -41,12 +41,12 @@ class Delayed:
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         do = getattr(self._transport, verb)
 
-        def late(*args: Any) -> Any:
+        def late(*args: Any, **how: Any) -> Any:
             self.messages += 1
             due = time.monotonic() + self._seconds
             if verb in ("isend", "irecv") or verb.startswith("iall"):
-                return Late(do(*args), due, self._sleep)
-            do(*args)
+                return Late(do(*args, **how), due, self._sleep)
+            do(*args, **how)
             self._sleep(due)
             return None
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mpitrain.autograd.tape import PATH, TAPE
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -89,6 +91,11 @@ class Function:
             if tape is not None:
                 tape.record(cls, inputs, outputs, saved, static, PATH.get())
         return outputs if many else outputs[0]
+
+
+def plain(x: Any) -> Any:
+    """A NumPy scalar as the Python number that takes the dtype of the tensor it meets; anything else as it is."""
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpitrain import kernels
 from mpitrain.backend import Array, array_module
-from mpitrain.kernels import matmul
 
 
 class Lazy:
@@ -40,13 +40,13 @@ class Product(Lazy):
     dtype: Any  # of the weight
 
     def array(self) -> Array:
-        return matmul(self.a, self.b).astype(self.dtype, copy=False)
+        return kernels.matmul(self.a, self.b).astype(self.dtype, copy=False)
 
     def write(self, out: Array, add: bool) -> None:
         if add:
-            out += matmul(self.a, self.b)
+            out += kernels.matmul(self.a, self.b)
         else:
-            matmul(self.a, self.b, out=out)
+            kernels.matmul(self.a, self.b, out=out)
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,10 @@ class RowSum(Lazy):
 
     def array(self) -> Array:
         out = array_module(self.rows).zeros(self.shape, self.rows.dtype)
-        self._add_into(out)
+        kernels.row_sum(self.ids, self.rows, out)
         return out
 
     def write(self, out: Array, add: bool) -> None:
         if not add:
             out[...] = 0
-        self._add_into(out)
-
-    def _add_into(self, out: Array) -> None:
-        # Sorted by id (stably), each run of equal ids is one slice and `add.reduceat` sums it: no scatter whose order
-        # is left to the hardware, and no loop over rows.
-        xp: Any = array_module(self.rows)
-        if not self.ids.size:
-            return
-        order = xp.argsort(self.ids, kind="stable")
-        ids = self.ids[order]
-        starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]]))
-        out[ids[starts]] += xp.add.reduceat(self.rows[order], starts, axis=0)
+        kernels.row_sum(self.ids, self.rows, out)

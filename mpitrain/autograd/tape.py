@@ -55,9 +55,10 @@ class SavePolicy(Protocol):
 class Node:
     """One operation that happened.
 
-    inputs: the slot of each input, CONSTANT where no gradient is wanted; weight_side: which of them are weight-side;
-    outputs: slots, with shapes and dtypes for printing; saved: what forward returned for backward (or the policy's
-    handles); firsts: parameters that are used here for the first time, so their gradient is final after this node.
+    inputs: the slot of each input, CONSTANT where no gradient is wanted; wanted: where one is; weight_side: which of
+    them are weight-side; outputs: slots, with shapes and dtypes for printing; saved: what forward returned for backward
+    (or the policy's handles); firsts: parameters that are used here for the first time, so their gradient is final
+    after this node.
     """
 
     __slots__ = (
@@ -69,19 +70,20 @@ class Node:
         "path",
         "saved",
         "static",
+        "wanted",
         "weight_side",
     )
 
-    def __init__(self, function: type[Function], saved: Any, static: dict[str, Any], path: str) -> None:
-        self.function = function
-        self.saved = saved
-        self.static = static
-        self.path = path
-        self.inputs: tuple[int, ...] = ()
-        self.weight_side: tuple[bool, ...] = ()
-        self.outputs: tuple[int, ...] = ()
-        self.kinds: tuple[tuple[tuple[int, ...], Any], ...] = ()
-        self.firsts: tuple[Any, ...] = ()
+    function: type[Function]
+    saved: Any
+    static: dict[str, Any]
+    path: str
+    inputs: tuple[int, ...]
+    wanted: tuple[bool, ...]
+    weight_side: tuple[bool, ...]
+    outputs: tuple[int, ...]
+    kinds: tuple[tuple[tuple[int, ...], Any], ...]
+    firsts: tuple[Any, ...]
 
     def __str__(self) -> str:
         left = ", ".join(f"%{slot}" for slot in self.outputs)
@@ -155,29 +157,37 @@ class Tape:
         """Append one node; called by `Function.apply` and nobody else."""
         if self._walked:
             raise GraphError("this tape was walked already: an op cannot be recorded on it any more")
-        node = Node(function, saved if self.policy is None else self._pack(function, saved, inputs), static, path)
-        slots = []
-        sides = []
+        node = Node()
+        node.function, node.static, node.path = function, static, path
+        node.saved = saved if self.policy is None else self._pack(function, saved, inputs)
+        node.firsts = ()
+        slots, wanted, sides = [], [], []
         weights_only = function.weight_side
         for t in inputs:
             if isinstance(t, Tensor) and t.requires_grad:
                 slots.append(t.slot if t.tape is self else self._leaf(t, node))
+                wanted.append(True)
                 sides.append(t.weight_side)
                 weights_only = weights_only and t.weight_side
             else:
                 slots.append(CONSTANT)
+                wanted.append(False)
                 sides.append(False)
-        node.inputs = tuple(slots)
-        node.weight_side = tuple(sides)
-        first = self._slots
+        node.inputs, node.wanted, node.weight_side = tuple(slots), tuple(wanted), tuple(sides)
+        first = slot = self._slots
         for t in outputs:
             t.requires_grad = True
             t.tape = self
-            t.slot = self._slots
+            t.slot = slot
             t.weight_side = weights_only
-            self._slots += 1
-        node.outputs = tuple(range(first, self._slots))
-        node.kinds = tuple([(t.data.shape, t.data.dtype) for t in outputs])
+            slot += 1
+        self._slots = slot
+        if len(outputs) == 1:
+            data = outputs[0].data
+            node.outputs, node.kinds = (first,), ((data.shape, data.dtype),)
+        else:
+            node.outputs = tuple(range(first, slot))
+            node.kinds = tuple([(t.data.shape, t.data.dtype) for t in outputs])
         self.nodes.append(node)
 
     def _leaf(self, t: Tensor, node: Node) -> int:
@@ -196,13 +206,14 @@ class Tape:
     def _pack(self, function: type[Function], saved: tuple[Any, ...], inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Hand each array that a node saves to the policy, an array that several nodes save only once.
 
-        Weights stay as they are: they live on anyway, so a policy could save no memory, only digits lose.
+        Weights stay as they are: they live on anyway, so a policy could save no memory, only digits lose.  So do
+        numbers, also NumPy's, which ops on 0-d arrays return.
         """
         assert self.policy is not None
         weights = [t.data for t in inputs if isinstance(t, Tensor) and t.weight_side]
         handles = []
         for array in saved:
-            if not hasattr(array, "nbytes") or any(array is weight for weight in weights):
+            if not hasattr(array, "nbytes") or not array.shape or any(array is weight for weight in weights):
                 handles.append((False, array))
                 continue
             known = self._packed.get(id(array))
@@ -213,8 +224,7 @@ class Tape:
         return tuple(handles)
 
     def _unpack(self, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.policy is None:
-            return saved
+        assert self.policy is not None
         return tuple(self.policy.unpack(handle) if packed else handle for packed, handle in saved)
 
     # -- walking back -------------------------------------------------------------------------------------------------
@@ -289,30 +299,25 @@ class Tape:
         """The loop.  `deferring` leaves weight-side inputs (B); `only_weights` then does just those (W)."""
         pending = self._pending
         for node in reversed(self.nodes):
-            many = len(node.outputs) > 1
-            grad: Any = (
-                tuple(pending.pop(slot, None) for slot in node.outputs) if many else pending.pop(node.outputs[0], None)
-            )
-            if grad is not None and not (many and all(g is None for g in grad)):
+            outputs = node.outputs
+            if len(outputs) == 1:
+                grad: Any = pending.pop(outputs[0], None)
+            else:
+                grad = tuple([pending.pop(slot, None) for slot in outputs])
+                if all([g is None for g in grad]):
+                    grad = None
+            kept = deferring and True in node.weight_side
+            if grad is not None:
+                if kept:
+                    grads = grad if type(grad) is tuple else (grad,)
+                    self._kept.update((slot, g) for slot, g in zip(outputs, grads, strict=True) if g is not None)
                 if deferring:
-                    if any(node.weight_side):
-                        self._kept.update(
-                            (slot, g)
-                            for slot, g in zip(node.outputs, grad if many else (grad,), strict=True)
-                            if g is not None
-                        )
-                    wanted = tuple(
-                        [s != CONSTANT and not w for s, w in zip(node.inputs, node.weight_side, strict=True)]
-                    )
-                elif only_weights:
-                    wanted = node.weight_side
+                    wanted = tuple([want and not w for want, w in zip(node.wanted, node.weight_side, strict=True)])
                 else:
-                    wanted = tuple([slot != CONSTANT for slot in node.inputs])
+                    wanted = node.weight_side if only_weights else node.wanted
                 if True in wanted:
                     self._step(node, grad, wanted)
-                if not (deferring and any(node.weight_side)):
-                    node.saved = None
-            elif not deferring:
+            if not kept:
                 node.saved = None
             if not deferring:
                 yield node.firsts
@@ -323,7 +328,7 @@ class Tape:
             grad = tuple(g.array() if isinstance(g, Lazy) else g for g in grad)
         elif isinstance(grad, Lazy) and not node.function.takes_lazy:
             grad = grad.array()
-        saved = self._unpack(node.saved)
+        saved = node.saved if self.policy is None else self._unpack(node.saved)
         listeners = LISTENERS.get()
         if listeners:
             name = f"{node.function.title()}.backward"

@@ -18,7 +18,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +237,8 @@ def _index(
 
 
 def _version() -> str:
+    from importlib import metadata  # not at the top: it loads the standard library's mail reader, on every rank
+
     try:
         return metadata.version("mpitrain")
     except metadata.PackageNotFoundError:

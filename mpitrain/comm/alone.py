@@ -38,14 +38,18 @@ class Alone:
     def all_reduce(self, send: Array, recv: Array, op: str) -> None:
         self._copy(send, recv)
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
-        self._copy(send, recv)
+    def all_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> None:
+        if send is not None:
+            self._copy(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array) -> None:
         self._copy(send, recv)
 
-    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
-        self._copy(send, recv)
+    def all_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> None:
+        if own:
+            self._copy(send, recv)
 
     def broadcast(self, buf: Array, root: int) -> None:
         pass
@@ -69,12 +73,14 @@ class Alone:
         self._copy(send, recv)
         return _Done()
 
-    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
-        self._copy(send, recv)
+    def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        self.all_gather(send, recv, counts)
         return _Done()
 
-    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Pending:
-        self._copy(send, recv)
+    def iall_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> Pending:
+        self.all_to_all(send, send_counts, recv, recv_counts, own)
         return _Done()
 
     def group(self, ranks: tuple[int, ...], name: str) -> Transport:

@@ -8,14 +8,14 @@ A *channel* is what two ranks must agree about: the collectives of one communica
 another on it.  If I wait in call 41 of a channel and a member that has LEFT entered it 40 times, I wait for ever;
 that comparison (watch.py makes it) needs no message and no help from the one who is gone.
 
-Entering and leaving a call costs 1.6 us.
+Entering and leaving a call costs 1.1 us.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
+from threading import get_ident
 
 from mpitrain.comm.board_file import BoardFile
 from mpitrain.comm.page import (
@@ -23,6 +23,7 @@ from mpitrain.comm.page import (
     CODE,
     CURRENT,
     DIMS,
+    ENTRIES,
     ENTRY,
     KEPT_CALLS,
     LEFT,
@@ -40,8 +41,6 @@ from mpitrain.comm.page import (
 )
 from mpitrain.comm.transport import DType
 
-_PADDING = (0,) * DIMS
-
 
 class FlightBoard:
     """This rank's page, the pages of its host, and what is known of ranks elsewhere.
@@ -53,6 +52,7 @@ class FlightBoard:
         current: the call this rank waits in, as (channel, number, ordinal, thread), or None.
         limit: seconds after which waiting is a hang; `--timeout`.
         run_folder: where to keep copies of the page for reports between hosts, or None.
+        texts: names that stand in the page: see `text`.
     """
 
     def __init__(self, file: BoardFile, rank: int, locals_: tuple[int, ...], hosts: tuple[int, ...]) -> None:
@@ -71,7 +71,7 @@ class FlightBoard:
         self.run_folder: str | None = None
         self._index = {other: index for index, other in enumerate(locals_)}
         self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._texts: dict[str, tuple[int, bool]] = {}
+        self.texts: dict[str, tuple[int, bool]] = {}
         file.own(self._index[rank])
         words = self.page.words
         words[RANK], words[CODE], words[SINCE] = rank, UNKNOWN_CODE, time.monotonic_ns()
@@ -84,9 +84,9 @@ class FlightBoard:
 
     def text(self, name: str) -> tuple[int, bool]:
         """A verb's or other name: (where it stands in the page, whether it is the name of a send)."""
-        known = self._texts.get(name)
+        known = self.texts.get(name)
         if known is None:
-            known = self._texts[name] = (self.page.add_text(name), "send" in name)
+            known = self.texts[name] = (self.page.add_text(name), "send" in name)
         return known
 
     def leave(self, code: int, *, spoke: bool, where: str) -> None:
@@ -129,12 +129,23 @@ class Channel:
 class BoardLane:
     """The lane of one communicator (see `transport.Lane`)."""
 
-    __slots__ = ("_before", "_board", "_collectives", "_handled", "_key", "_page", "_pairs", "_ranks", "axis")
+    __slots__ = (
+        "_before",
+        "_board",
+        "_collectives",
+        "_handled",
+        "_key",
+        "_memory",
+        "_pairs",
+        "_ranks",
+        "_words",
+        "axis",
+    )
 
     def __init__(self, board: FlightBoard, axis: str, ranks: tuple[int, ...], count: int) -> None:
         """Use `FlightBoard.open`."""
         self.axis = axis
-        self._board, self._page, self._ranks = board, board.page, ranks
+        self._board, self._words, self._memory, self._ranks = board, board.page.words, board.page.memory, ranks
         self._key = (axis, ranks, count)
         self._pairs: dict[tuple[bool, int], Channel] = {}
         self._before = 0  # what the channel of the current call had counted before it
@@ -146,19 +157,21 @@ class BoardLane:
     def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
         """See `transport.Lane.enter`."""
         board = self._board
-        name, is_send = board.text(verb)
+        name, is_send = board.texts.get(verb) or board.text(verb)
         if peer < 0:
             channel = self._collectives
         else:
             channel = self._pairs.get((is_send, peer)) or self._pair(is_send, peer)
-        words = self._page.words
+        words, memory = self._words, self._memory
         ordinal = words[CALLS] + 1
         now = time.monotonic_ns()
-        ENTRY.pack_into(
-            self._page.memory, RING + (ordinal - 1) % KEPT_CALLS * ENTRY.size,
-            ordinal, channel.word, number, name, dtype.num if dtype.num < 64 else -board.text(dtype.name)[0], peer, now,
-            len(shape), *(*shape, *_PADDING)[:DIMS],
-        )  # fmt: skip
+        ndim, kind = len(shape), int(dtype.num)
+        if ndim > DIMS:
+            ndim, shape = DIMS, shape[:DIMS]
+        if kind >= 64:  # a type that NumPy lacks has no number of its own
+            kind = -board.text(dtype.name)[0]
+        at = RING + (ordinal - 1) % KEPT_CALLS * ENTRY.size
+        ENTRIES[ndim].pack_into(memory, at, ordinal, channel.word, number, name, kind, peer, now, ndim, *shape)
         self._before = channel.count
         self._handled = sys.exc_info()[1]
         if number > channel.count:
@@ -167,16 +180,16 @@ class BoardLane:
                 words[channel.word] = number
         words[CALLS] = words[CURRENT] = ordinal
         words[SINCE] = now
-        self._page.memory[SITE] = 0
+        memory[SITE] = 0
         words[STATE] = WAITING
-        board.current = (channel, number, ordinal, threading.get_ident())
+        board.current = (channel, number, ordinal, get_ident())
 
     def leave(self) -> None:
         """See `transport.Lane.leave`.
 
         A call that an exception ends was not made: the partners wait in it, should this rank leave now.
         """
-        board, words = self._board, self._page.words
+        board, words = self._board, self._words
         if board.current is not None and sys.exc_info()[1] is not self._handled:
             channel = board.current[0]
             channel.count = self._before
@@ -192,6 +205,6 @@ class BoardLane:
         ends = (me, other) if is_send else (other, me)
         sent, taken = stable_hash(*self._key, "sent", *ends), stable_hash(*self._key, "taken", *ends)
         mine, theirs = (sent, taken) if is_send else (taken, sent)
-        channel = Channel(self._page.add_channel(mine, self._board.text(self.axis)[0]), theirs, (other,))
+        channel = Channel(self._board.page.add_channel(mine, self._board.text(self.axis)[0]), theirs, (other,))
         self._pairs[is_send, peer] = channel
         return channel

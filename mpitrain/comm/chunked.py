@@ -5,8 +5,7 @@ pieces of at most `Mode.limit` elements.  The door takes this way only for messa
 
     all_reduce, broadcast, send, recv     consecutive slices, no copy
     all_gather, reduce_scatter            slices of every block, through a buffer
-    all_to_all                            the first limit/n elements of every block together; what is left of a block
-                                          goes from rank to rank.  Both ends of a block know its length, so nothing
+    all_to_all                            slices from rank to rank.  Both ends of a block know its length, so nothing
                                           needs to be agreed when lengths differ
 """
 
@@ -25,22 +24,22 @@ class Several:
     """Several messages in flight that are complete together; `finish` then unpacks, once."""
 
     def __init__(self, parts: list[Pending], finish: Callable[[], None] | None = None) -> None:
-        self._parts = parts
+        self.parts = parts
         self._finish = finish
 
     def test(self) -> bool:
         """True once all are complete."""
-        self._parts = [part for part in self._parts if not part.test()]
-        if self._parts:
+        self.parts = [part for part in self.parts if not part.test()]
+        if self.parts:
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
         """Block until all are complete."""
-        for part in self._parts:
+        for part in self.parts:
             part.wait()
-        self._parts = []
+        self.parts = []
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -89,16 +88,16 @@ class Chunked:
             a = source[piece]
             yield a, a if send is recv else sink[piece]
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+    def all_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> None:
         """Slices of every block."""
         self.iall_gather(send, recv, counts).wait()
 
-    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Several:
+    def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Several:
         """Slices of every block."""
-        size = self._transport.size
-        lengths = [send.size] * size if counts is None else list(counts)
+        size, sink = self._transport.size, recv.reshape(-1)
+        lengths = [sink.size // size] * size if counts is None else list(counts)
         starts = np.concatenate(([0], np.cumsum(lengths)))
-        source, sink = send.reshape(-1), recv.reshape(-1)
+        source = sink[starts[self.rank] : starts[self.rank + 1]] if send is None else send.reshape(-1)
         parts: list[Pending] = []
         landed: list[tuple[Array, list[slice]]] = []
         for piece in self._slices(max(lengths), size):
@@ -126,38 +125,25 @@ class Chunked:
         for piece in self._slices(sink.size, self._transport.size):
             self._transport.reduce_scatter(np.ascontiguousarray(blocks[:, piece]), sink[piece])
 
-    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
-        """Short blocks together, the rest from rank to rank."""
-        self.iall_to_all(send, send_counts, recv, recv_counts).wait()
+    def all_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> None:
+        """Slices from rank to rank."""
+        self.iall_to_all(send, send_counts, recv, recv_counts, own).wait()
 
-    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Several:
-        """Short blocks together, the rest from rank to rank."""
-        transport = self._transport
-        share = max(1, self._mode.limit // transport.size)
+    def iall_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> Several:
+        """Slices from rank to rank."""
         blocks = np.split(send.reshape(-1), np.cumsum(send_counts)[:-1])
         places = np.split(recv.reshape(-1), np.cumsum(recv_counts)[:-1])
-        first = np.concatenate([block[:share] for block in blocks])
-        landed = np.empty(sum(min(share, count) for count in recv_counts), recv.dtype)
-        parts: list[Pending] = [
-            transport.iall_to_all(
-                first, [min(share, n) for n in send_counts], landed, [min(share, n) for n in recv_counts]
-            )
-        ]
-        for peer, (block, place) in enumerate(zip(blocks, places, strict=True)):
-            if peer == transport.rank:
-                place[share:] = block[share:]
-                continue
-            parts += [transport.irecv(place[share:][s], peer, REST_TAG) for s in self._slices(place[share:].size)]
-            parts += [transport.isend(block[share:][s], peer, REST_TAG) for s in self._slices(block[share:].size)]
-
-        def spread() -> None:
-            at = 0
-            for place in places:
-                length = min(share, place.size)
-                place[:length] = landed[at : at + length]
-                at += length
-
-        return Several(parts, spread)
+        if own:
+            places[self.rank][...] = blocks[self.rank]
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        return Several(
+            [part for peer in others for part in self.irecv(places[peer], peer, REST_TAG).parts]
+            + [part for peer in others for part in self.isend(blocks[peer], peer, REST_TAG).parts]
+        )
 
     def broadcast(self, buf: Array, root: int) -> None:
         """Slice by slice."""

@@ -24,7 +24,19 @@ from mpitrain.comm.ordered import OrderedSums
 from mpitrain.comm.request import Request
 from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import Array, Board, Mode, NoBoard, Pending, Transport
-from mpitrain.comm.wire import cut, deliver, dim_of, flat, is_inexact, is_known, on_wire, ready, target, unmoved
+from mpitrain.comm.wire import (
+    cut,
+    deliver,
+    dim_of,
+    flat,
+    is_inexact,
+    is_known,
+    on_wire,
+    ready,
+    shape_of,
+    target,
+    unmoved,
+)
 from mpitrain.errors import CommError, ShapeError, UserError
 from mpitrain.events import LISTENERS, Event, tell
 
@@ -196,7 +208,7 @@ class Communicator:
         Cost: each rank sends (n-1)/n of x.nbytes.
         """
         i, j = dim_of(x, i, "all_to_all"), dim_of(x, j, "all_to_all")
-        sent, received = self._check_counts(np.shape(x), i, j, counts)
+        sent, received = self._check_counts(shape_of(x), i, j, counts)
         return self._call("all_to_all", x, self._all_to_all, i, j, sent, received)
 
     def _all_to_all(self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]) -> Array:
@@ -412,7 +424,10 @@ class Communicator:
             result = unmoved(x, out, verb)
             return Request.done(result) if verb in _BLOCKING else result
         a = ready(x)
-        number = self._count(verb, peer)
+        if peer < 0:
+            self._calls = number = self._calls + 1
+        else:
+            number = self._count(verb, peer)
         self._bytes[verb] = self._bytes.get(verb, 0) + a.nbytes * self._factor[verb]
         lane = self._lane
         lane.enter(number, verb, a.shape, a.dtype, peer)
@@ -483,10 +498,7 @@ class Communicator:
         }
 
     def _count(self, verb: str, peer: int) -> int:
-        """The number of this call: of the collectives, or of the messages to or from this peer."""
-        if peer < 0:
-            self._calls = number = self._calls + 1
-            return number
+        """The number of this call among the messages to or from this peer."""
         counts = self._sent if verb in ("send", "isend") else self._received
         counts[peer] = number = counts.get(peer, 0) + 1
         return number
@@ -506,9 +518,10 @@ class Communicator:
         return False
 
     def _check_divides(self, x: Any, dim: int, verb: str) -> None:
-        if np.shape(x)[dim] % self.size:
+        shape = shape_of(x)
+        if shape[dim] % self.size:
             raise ShapeError(
-                f"{verb}: dim {dim} of shape {np.shape(x)} is not divisible by axis {self.name} of size {self.size}"
+                f"{verb}: dim {dim} of shape {shape} is not divisible by axis {self.name} of size {self.size}"
             )
 
     def _check_counts(

@@ -50,6 +50,12 @@ def is_first(environ: Mapping[str, str]) -> bool:
     return True
 
 
+def one_host(environ: Mapping[str, str]) -> bool:
+    """Whether Open MPI's launcher says that all ranks share this host."""
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
+    return size > 0 and size == _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
 def check_size(environ: Mapping[str, str], size: int) -> None:
     """Refuse a world whose size is not what the launcher started.
 

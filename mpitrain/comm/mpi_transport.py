@@ -6,113 +6,16 @@ ones), so nothing that arrives is ever unpickled.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
-from types import ModuleType
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpitrain.comm.alone import Alone
+from mpitrain.comm.in_flight import InFlight, MpiPending, check_size, comm_error
 from mpitrain.comm.transport import Array, Board, Pending, Transport
 from mpitrain.errors import CommError
-
-
-class MpiPending:
-    """A request of MPI, with the buffers that belong to it."""
-
-    __slots__ = ("_buffers", "_expected", "_flight", "_request", "_status")
-
-    def __init__(self, flight: InFlight, request: Any, buffers: tuple[Any, ...], expected: int = -1) -> None:
-        """`expected`: bytes that a receive must bring, -1 for other messages."""
-        self._flight = flight
-        self._request = request
-        self._buffers = buffers
-        self._expected = expected
-        self._status = flight.mpi.Status() if expected >= 0 else None
-        flight.add(self)
-
-    def test(self) -> bool:
-        if self._request is None:
-            return True
-        try:
-            done = self._request.Test(self._status)
-        except self._flight.mpi.Exception as error:
-            raise self._failed(error) from None
-        if done:
-            self._completed()
-        return bool(done)
-
-    def wait(self) -> None:
-        if self._request is None:
-            return
-        try:
-            self._request.Wait(self._status)
-        except self._flight.mpi.Exception as error:
-            raise self._failed(error) from None
-        self._completed()
-
-    def _completed(self) -> None:
-        self._request, self._buffers = None, ()
-        self._flight.discard(self)
-        if self._status is not None:
-            _check_size(self._flight.mpi, self._status, self._expected)
-
-    def _failed(self, error: Exception) -> CommError:
-        self._request, self._buffers = None, ()
-        self._flight.discard(self)
-        return _comm_error("a message in flight", error)
-
-
-class InFlight:
-    """All messages in flight of this process.
-
-    It keeps their buffers alive even if nobody keeps the request, and wakes the helper thread, if there is one.
-    """
-
-    def __init__(self, mpi: ModuleType) -> None:
-        self.mpi = mpi
-        self._messages: set[MpiPending] = set()
-        self._wake: threading.Event | None = None
-        self._driver: threading.Thread | None = None
-        self._stopped = False
-        self._sweep_at = 256
-
-    def add(self, message: MpiPending) -> None:
-        messages = self._messages
-        messages.add(message)
-        if self._wake is not None:
-            self._wake.set()
-        if len(messages) >= self._sweep_at:  # requests that were dropped: nobody else will ever ask for them
-            for old in list(messages):
-                old.test()
-            self._sweep_at = max(256, 2 * len(messages))
-
-    def discard(self, message: MpiPending) -> None:
-        self._messages.discard(message)
-
-    def drive(self, comm: Any, pause: float = 0.0005) -> None:
-        """Start the helper thread: while a message is in flight it looks into MPI, which moves all of them."""
-        wake = self._wake = threading.Event()
-
-        def run() -> None:
-            while not self._stopped:
-                wake.wait()
-                wake.clear()
-                while self._messages and not self._stopped:
-                    comm.Iprobe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG)
-                    time.sleep(pause)
-
-        self._driver = threading.Thread(target=run, name="mpitrain-progress", daemon=True)
-        self._driver.start()
-
-    def stop(self) -> None:
-        """End the helper thread; before MPI is left."""
-        self._stopped = True
-        if self._wake is not None and self._driver is not None:
-            self._wake.set()
-            self._driver.join(timeout=2.0)
 
 
 class MpiTransport:
@@ -120,12 +23,16 @@ class MpiTransport:
 
     kind = "mpi"
 
-    def __init__(self, comm: Any, flight: InFlight, board: Board, ranks: tuple[int, ...], name: str) -> None:
-        """`ranks`: the members as ranks of the world."""
+    def __init__(
+        self, comm: Any, flight: InFlight, board: Board, ranks: tuple[int, ...], hosts: Sequence[int], name: str
+    ) -> None:
+        """`ranks`: the members as ranks of the world; `hosts`: the number of the host of each rank of the world."""
         mpi = flight.mpi
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._comm, self._flight, self._board, self._ranks, self._name = comm, flight, board, ranks, name
+        self._hosts = hosts
+        self._share_host = len({hosts[rank] for rank in ranks}) == 1
         self._mpi = mpi
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX}
 
@@ -137,14 +44,37 @@ class MpiTransport:
         except self._mpi.Exception as error:
             raise self._failed("all_reduce", error) from None
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+    def all_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> None:
         try:
             if counts is None:
                 self._comm.Allgather(send, recv)
-            else:
+            elif send is not None:
                 self._comm.Allgatherv(send, [recv, list(counts)])
+            elif self._share_host:
+                self._comm.Alltoallv(*self._hand_out(recv, counts))
+            else:
+                self._comm.Allgatherv(self._mpi.IN_PLACE, [recv, list(counts)])
         except self._mpi.Exception as error:
             raise self._failed("all_gather", error) from None
+
+    def _hand_out(self, recv: Array, counts: Sequence[int]) -> tuple[Any, Any]:
+        """What Alltoallv takes, so that each rank gives its block of recv to each of the others itself.
+
+        Where ranks share a host this takes down to a third of the time of Allgatherv, which in Open MPI passes blocks
+        on from neighbour to neighbour: with more ranks than cores each passing waits for a turn of the next one.
+        Between hosts passing on is right: the network carries a block once to a host, not once to each rank there.
+        """
+        rank = self.rank
+        starts = [0, *accumulate(counts)]
+        takes = [*counts]
+        takes[rank] = 0
+        gives = [counts[rank]] * self.size
+        gives[rank] = 0
+        block = recv[starts[rank] : starts[rank + 1]]
+        if rank == 0:  # MPICH refuses two buffers that begin at one place
+            recv = recv[counts[0] :]
+            starts = [0, *accumulate(takes)]
+        return [block, (gives, [0] * self.size)], [recv, (takes, starts[:-1])]
 
     def reduce_scatter(self, send: Array, recv: Array) -> None:
         try:
@@ -152,11 +82,22 @@ class MpiTransport:
         except self._mpi.Exception as error:
             raise self._failed("reduce_scatter", error) from None
 
-    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
+    def all_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> None:
         try:
-            self._comm.Alltoallv([send, list(send_counts)], [recv, list(recv_counts)])
+            self._comm.Alltoallv(self._blocks(send, send_counts, own), self._blocks(recv, recv_counts, own))
         except self._mpi.Exception as error:
             raise self._failed("all_to_all", error) from None
+
+    def _blocks(self, buf: Array, counts: Sequence[int], own: bool) -> Any:
+        """A buffer of blocks as Alltoallv takes it; without `own` this rank's block counts nothing."""
+        lengths = [*counts]
+        if own:
+            return [buf, lengths]
+        starts = [0, *accumulate(counts)]
+        lengths[self.rank] = 0
+        return [buf, (lengths, starts[:-1])]
 
     def broadcast(self, buf: Array, root: int) -> None:
         try:
@@ -184,7 +125,7 @@ class MpiTransport:
             self._comm.Recv(buf, source, tag, status)
         except self._mpi.Exception as error:
             raise self._failed(f"recv from rank {source}", error) from None
-        _check_size(self._mpi, status, buf.nbytes)
+        check_size(self._mpi, status, buf.nbytes)
 
     # -- non-blocking
 
@@ -207,19 +148,21 @@ class MpiTransport:
             raise self._failed("iall_reduce", error) from None
         return MpiPending(self._flight, request, (send, recv))
 
-    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+    def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Pending:
         try:
             if counts is None:
                 request = self._comm.Iallgather(send, recv)
             else:
-                request = self._comm.Iallgatherv(send, [recv, list(counts)])
+                request = self._comm.Iallgatherv(self._mpi.IN_PLACE if send is None else send, [recv, list(counts)])
         except self._mpi.Exception as error:
             raise self._failed("iall_gather", error) from None
         return MpiPending(self._flight, request, (send, recv))
 
-    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Pending:
+    def iall_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> Pending:
         try:
-            request = self._comm.Ialltoallv([send, list(send_counts)], [recv, list(recv_counts)])
+            request = self._comm.Ialltoallv(self._blocks(send, send_counts, own), self._blocks(recv, recv_counts, own))
         except self._mpi.Exception as error:
             raise self._failed("iall_to_all", error) from None
         return MpiPending(self._flight, request, (send, recv))
@@ -242,21 +185,11 @@ class MpiTransport:
             lane.leave()
             some.Free()
             everyone.Free()
-        return MpiTransport(comm, self._flight, self._board, members, name)
+        return MpiTransport(comm, self._flight, self._board, members, self._hosts, name)
 
     def close(self) -> None:
         if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
             self._comm.Free()
 
     def _failed(self, what: str, error: Exception) -> CommError:
-        return _comm_error(f"{what} on {self._name}", error)
-
-
-def _check_size(mpi: ModuleType, status: Any, expected: int) -> None:
-    found = status.Get_count(mpi.BYTE)
-    if found != expected:
-        raise CommError(f"a message from rank {status.source} has {found} bytes; this rank expects {expected}")
-
-
-def _comm_error(what: str, error: Exception) -> CommError:
-    return CommError(f"{what}: MPI says: {str(error).splitlines()[0]}")
+        return comm_error(f"{what} on {self._name}", error)

@@ -7,14 +7,15 @@ buffer is cut into messages:
     up to 64 KiB     all-gather, then every rank adds up everything
     above            each rank receives its slice from everyone (all-to-all), adds it up, and all gather the results
 
-The second is what a ring all-reduce sends too, 2(n-1)/n of the buffer.  float16 and bfloat16 always go this way, as
-bits, and are added in float32 and rounded once: no MPI is asked whether it knows them.
+The second is what a ring all-reduce sends too, 2(n-1)/n of the buffer; a rank's own part stays where it is, and the sum
+is made in its place in the result.  float16 and bfloat16 always go this way, as bits, and are added in float32 and
+rounded once: no MPI is asked whether it knows them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,29 +23,31 @@ from mpitrain.backend import Pool
 from mpitrain.comm.chunked import Route, Several
 from mpitrain.comm.transport import Array, Pending, Unfinished
 from mpitrain.comm.wire import is_half, on_wire
-from mpitrain.spec import cut
 
 SMALL = 64 * 1024  # bytes: below, latency counts and one message is better than two
-SEGMENT = 8 * 1024 * 1024  # bytes a blocking sum takes at a time, so that its scratch stays small and in cache
+SLICE = 2 * 1024 * 1024  # bytes of a rank's slice that a blocking sum takes at a time, so that its scratch stays small
+MOST_SLICES = 8  # more ranks take smaller slices, for the same reason
 
 
-def fold(rows: Array, into: Array, op: str, pool: Pool) -> None:
+def fold(rows: Sequence[Array], into: Array, op: str, pool: Pool, scratch: int = 0) -> None:
     """Fill `into` with rows[0] + rows[1] + ... (or their maximum), in this order.
 
     Args:
-        rows: (n, count), n >= 2.
-        into: (count,), of the rows' dtype, or float32 where rows are halves.
+        rows: two or more of one length.
+        into: as long, of the rows' dtype, or float32 where rows are halves.  May be one of the rows.
         op: "sum" or "max".
         pool: where float32 scratch comes from.
+        scratch: 0 or 1: the row in which sums may be kept on the way.
 
     A sum of halves that leaves their range becomes inf, which is what overflow detection looks for.
     """
     ufunc = np.add if op == "sum" else np.maximum
     with np.errstate(over="ignore", invalid="ignore"):
-        if not is_half(rows.dtype):
-            ufunc(rows[0], rows[1], out=into)
-            for row in rows[2:]:
-                ufunc(into, row, out=into)
+        if not is_half(rows[0].dtype):
+            total = rows[0]
+            for row in rows[1:-1]:
+                total = ufunc(total, row, out=rows[scratch])
+            ufunc(total, rows[-1], out=into)
             return
         total = into if into.dtype == np.float32 else pool.take(into.shape, np.float32)
         total[...] = rows[0]
@@ -83,28 +86,24 @@ class OrderedSums:
             fold(rows, into, op, self.pool)
             self.pool.give(rows)
             return
-        step = SEGMENT // a.itemsize
+        step = SLICE * min(self.size, MOST_SLICES) // a.itemsize
         for start in range(0, a.size, step):
             self._segment(a[start : start + step], into[start : start + step], op)
 
     def _segment(self, a: Array, into: Array, op: str) -> None:
-        counts, mine = self.slices(a.size)
-        rows = self.pool.take((self.size, mine), a.dtype)
-        part = self.pool.take((mine,), into.dtype)
+        counts, own = self.slices(a.size)
+        rows = self.pool.take((self.size, counts[self.rank]), a.dtype)
         transport = self.route(a.size + self.size)
-        transport.all_to_all(on_wire(a), counts, on_wire(rows), [mine] * self.size)
-        fold(rows, part, op, self.pool)
-        transport.all_gather(on_wire(part), on_wire(into), counts)
-        self.pool.give(rows)
-        self.pool.give(part)
+        transport.all_to_all(on_wire(a), counts, on_wire(rows), [counts[self.rank]] * self.size, own=False)
+        self.fold(rows, a[own], into[own], op)
+        transport.all_gather(None, on_wire(into), counts)
 
     def reduce_scatter(self, blocks: Array, into: Array) -> None:
         """This rank's block of the sum; `blocks` is flat, one block a rank."""
         rows = self.pool.take((self.size, into.size), blocks.dtype)
         counts = [into.size] * self.size
-        self.route(blocks.size).all_to_all(on_wire(blocks), counts, on_wire(rows), counts)
-        fold(rows, into, "sum", self.pool)
-        self.pool.give(rows)
+        self.route(blocks.size).all_to_all(on_wire(blocks), counts, on_wire(rows), counts, own=False)
+        self.fold(rows, blocks[self.rank * into.size : (self.rank + 1) * into.size], into, "sum")
 
     def iall_reduce(self, a: Array, into: Array, op: str) -> InFlight:
         """`all_reduce` that returns when its first half is under way."""
@@ -144,11 +143,18 @@ class OrderedSums:
             self._second = self._make_second()
         return self._second
 
-    def slices(self, count: int) -> tuple[list[int], int]:
-        """How many elements each rank adds up, and how many this one."""
-        spans = [cut(count, self.size, rank) for rank in range(self.size)]
-        counts = [stop - start for start, stop in spans]
-        return counts, counts[self.rank]
+    def slices(self, count: int) -> tuple[list[int], slice]:
+        """How many of `count` elements each rank adds up, and which this one."""
+        each = -(-count // self.size)
+        start = min(self.rank * each, count)
+        return [min(each, max(0, count - rank * each)) for rank in range(self.size)], slice(start, start + each)
+
+    def fold(self, rows: Array, own: Array, into: Array, op: str) -> None:
+        """Add up what has come from the others and this rank's own part, and give `rows` back to the pool."""
+        parts = [*rows]
+        parts[self.rank] = own
+        fold(parts, into, op, self.pool, scratch=0 if self.rank else 1)
+        self.pool.give(rows)
 
 
 class InFlight:
@@ -157,38 +163,34 @@ class InFlight:
     def __init__(self, sums: OrderedSums, a: Array, into: Array, op: str) -> None:
         self._sums, self._into, self._op = sums, into, op
         self._a = a  # belongs to the message until its first half is complete
-        self._part: Array | None = None
         self.second: Pending | None = None
         if a.nbytes <= SMALL:
             self._rows = sums.pool.take((sums.size, a.size), a.dtype)
             self.first = sums.route(self._rows.size).iall_gather(on_wire(a), on_wire(self._rows))
         else:
-            counts, mine = sums.slices(a.size)
+            self._counts, self._own = sums.slices(a.size)
+            mine = self._counts[sums.rank]
             self._rows = sums.pool.take((sums.size, mine), a.dtype)
             transport = sums.route(a.size + sums.size)
-            self.first = transport.iall_to_all(on_wire(a), counts, on_wire(self._rows), [mine] * sums.size)
+            self.first = transport.iall_to_all(
+                on_wire(a), self._counts, on_wire(self._rows), [mine] * sums.size, own=False
+            )
 
     def turn(self) -> None:
         """The first half has arrived: add up, and post the second half."""
         sums, into = self._sums, self._into
         if self._a.nbytes <= SMALL:
             fold(self._rows, into, self._op, sums.pool)
+            sums.pool.give(self._rows)
             self.second = Several([])
         else:
-            counts, mine = sums.slices(self._a.size)
-            self._part = sums.pool.take((mine,), into.dtype)
-            fold(self._rows, self._part, self._op, sums.pool)
-            transport = sums.second()(into.size + sums.size)
-            self.second = transport.iall_gather(on_wire(self._part), on_wire(into), counts)
-        sums.pool.give(self._rows)
+            sums.fold(self._rows, self._a[self._own], into[self._own], self._op)
+            self.second = sums.second()(into.size).iall_gather(None, on_wire(into), self._counts)
 
     def test(self) -> bool:
         """True once the sum stands in `into`."""
         self._sums.advance()
-        if self.second is None or not self.second.test():
-            return False
-        self._release()
-        return True
+        return self.second is not None and self.second.test()
 
     def wait(self) -> None:
         """Block until the sum stands in `into`."""
@@ -196,9 +198,3 @@ class InFlight:
             self._sums.first().wait()
             self._sums.advance()
         self.second.wait()
-        self._release()
-
-    def _release(self) -> None:
-        part, self._part = self._part, None
-        if part is not None:
-            self._sums.pool.give(part)

@@ -22,11 +22,12 @@ KEPT_CALLS = 32
 
 # The page, in 8-byte words.  Text and site are bytes.
 PAGE = 16384
-STATE, CODE, SPOKE, CALLS, CURRENT, SINCE, _CHANNELS, _TEXT, RANK = range(9)
+STATE, CODE, SPOKE, CALLS, CURRENT, SINCE, _CHANNELS, _TEXT, RANK, PROBED = range(10)
 SITE, _SITE_SIZE = 16 * 8, 128  # bytes
 RING = SITE + _SITE_SIZE
-ENTRY = struct.Struct("<14q")  # ordinal channel number verb dtype peer since ndim sizes[6]
 DIMS = 6
+ENTRY = struct.Struct(f"<{8 + DIMS}q")  # ordinal channel number verb dtype peer since ndim sizes[DIMS]
+ENTRIES = tuple(struct.Struct(f"<{8 + ndim}q") for ndim in range(DIMS + 1))  # as much of one as a shape needs
 _CHANNEL_WORDS = (RING + KEPT_CALLS * ENTRY.size) // 8  # key, count, axis text: three words a channel
 _MAX_CHANNELS = 384
 _TEXTS = (_CHANNEL_WORDS + 3 * _MAX_CHANNELS) * 8

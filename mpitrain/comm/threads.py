@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mpitrain.comm.wire import KNOWN
 from mpitrain.errors import CollectiveMismatch, CommError
 
 _UNEVEN = ("all_to_all", "exchange")  # verbs to which ranks may bring different shapes
+_NOTHING = np.empty(0)
 
 
 class Part(NamedTuple):
@@ -28,11 +29,11 @@ class Part(NamedTuple):
     wait: Wait
     call: Call | None  # of the door, that asked for it
     verb: str
-    like: tuple[object, ...]  # must be equal on all ranks
+    like: tuple[Any, ...]  # must be equal on all ranks
     send: Array
-    send_counts: Sequence[int]
     recv: Array
-    recv_counts: Sequence[int]
+    gives: Sequence[Array] = ()  # where blocks change places: one for each rank, and ...
+    takes: Sequence[Array] = ()  # ... where those of each rank go
 
 
 class Letter(NamedTuple):
@@ -121,50 +122,56 @@ class LocalTransport:
     # -- collectives
 
     def _post(
-        self,
-        verb: str,
-        like: tuple[object, ...],
-        send: Array,
-        recv: Array,
-        send_counts: Sequence[int] = (),
-        recv_counts: Sequence[int] = (),
-        detail: str = "",
+        self, verb: str, like: tuple[Any, ...], send: Array = _NOTHING, recv: Array = _NOTHING, detail: str = ""
     ) -> Wait:
         self._check(send, recv)
-        self._calls += 1
         wait = Wait(self._me, self._group.name, verb, detail)
-        part = Part(wait, self._me.call, verb, like, send.reshape(-1), send_counts, recv.reshape(-1), recv_counts)
+        return self._join(Part(wait, self._me.call, verb, like, send.reshape(-1), recv.reshape(-1)))
+
+    def _join(self, part: Part) -> Wait:
+        self._calls += 1
         self._group.join(self._calls, self.rank, part)
-        return wait
+        return part.wait
 
     def iall_reduce(self, send: Array, recv: Array, op: str) -> Pending:
         return self._post("all_reduce", (op, send.dtype, send.size), send, recv, detail="" if op == "sum" else op)
 
-    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
-        lengths = [send.size] * self.size if counts is None else list(counts)
-        return self._post("all_gather", (send.dtype, tuple(lengths)), send, recv, lengths)
+    def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        lengths = [recv.size // self.size] * self.size if counts is None else list(counts)
+        if send is None:
+            start = sum(lengths[: self.rank])
+            send = recv.reshape(-1)[start : start + lengths[self.rank]]
+        return self._post("all_gather", (send.dtype, tuple(lengths)), send, recv)
 
-    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Pending:
-        return self._post("all_to_all", (send.dtype,), send, recv, send_counts, recv_counts)
+    def iall_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> Pending:
+        self._check(send, recv)
+        wait = Wait(self._me, self._group.name, "all_to_all")
+        gives = np.split(send.reshape(-1), np.cumsum(send_counts)[:-1])
+        takes = np.split(recv.reshape(-1), np.cumsum(recv_counts)[:-1])
+        like = (send.dtype, own)
+        return self._join(Part(wait, self._me.call, "all_to_all", like, _NOTHING, _NOTHING, gives, takes))
 
     def all_reduce(self, send: Array, recv: Array, op: str) -> None:
         self.iall_reduce(send, recv, op).wait()
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+    def all_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> None:
         self.iall_gather(send, recv, counts).wait()
 
-    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
-        self.iall_to_all(send, send_counts, recv, recv_counts).wait()
+    def all_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> None:
+        self.iall_to_all(send, send_counts, recv, recv_counts, own).wait()
 
     def reduce_scatter(self, send: Array, recv: Array) -> None:
         self._post("reduce_scatter", (send.dtype, send.size), send, recv).wait()
 
     def broadcast(self, buf: Array, root: int) -> None:
-        self._post("broadcast", (root, buf.dtype, buf.size), buf, buf, (root,), detail=f"root {root}").wait()
+        self._post("broadcast", (root, buf.dtype, buf.size), buf, buf, detail=f"root {root}").wait()
 
     def barrier(self) -> None:
-        nothing = np.empty(0)
-        self._post("barrier", (), nothing, nothing).wait()
+        self._post("barrier", ()).wait()
 
     # -- from one rank to another
 
@@ -240,20 +247,22 @@ def _reduce_scatter(parts: list[Part]) -> None:
 
 
 def _all_to_all(parts: list[Part]) -> None:
+    own = parts[0].like[1]
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
-            if other.send_counts[rank] != part.recv_counts[peer]:
+            if peer == rank and not own:
+                continue
+            block, place = other.gives[rank], part.takes[peer]
+            if block.size != place.size:
                 raise CommError(
-                    f"all_to_all on axis {part.wait.axis}: rank {peer} of it sends {other.send_counts[rank]} elements"
-                    f" to rank {rank}, which expects {part.recv_counts[peer]}, {part.wait}"
+                    f"all_to_all on axis {part.wait.axis}: rank {peer} of it sends {block.size} elements"
+                    f" to rank {rank}, which expects {place.size}, {part.wait}"
                 )
-    blocks = [np.split(part.send, np.cumsum(part.send_counts)[:-1]) for part in parts]
-    for rank, part in enumerate(parts):
-        part.recv[...] = np.concatenate([row[rank] for row in blocks])
+            place[...] = block
 
 
 def _broadcast(parts: list[Part]) -> None:
-    source = parts[parts[0].send_counts[0]].send
+    source = parts[parts[0].like[0]].send
     for part in parts:
         if part.recv is not source:
             part.recv[...] = source

@@ -63,11 +63,12 @@ class Transport(Protocol):
         """Fill recv with the "sum" or "max" of `send` over the ranks; same count and dtype.  May be in place."""
         ...
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+    def all_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> None:
         """Fill recv with the blocks of ranks 0 ... size-1, one after the other.
 
         Without `counts` all blocks have send.size elements and recv holds size * send.size; with `counts` (one number
-        per rank, some may be 0) rank i gives counts[i] elements, and recv holds their sum.
+        per rank, some may be 0) rank i gives counts[i] elements, and recv holds their sum.  Then `send` may be None, on
+        all ranks: each rank's block stands in its place in recv already.
         """
         ...
 
@@ -75,11 +76,14 @@ class Transport(Protocol):
         """Fill recv with block `rank` of the sum over the ranks of `send`: size blocks of recv.size elements."""
         ...
 
-    def all_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> None:
+    def all_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> None:
         """Block i of `send` (send_counts[i] elements) goes to rank i; block i of `recv` comes from rank i.
 
         Blocks follow one another without gaps; counts may be 0.  What rank i calls send_counts[j], rank j calls
-        recv_counts[i].
+        recv_counts[i].  With `own` False (on all ranks) the block of a rank for itself is not copied: its place in recv
+        stays as it is.
         """
         ...
 
@@ -119,11 +123,13 @@ class Transport(Protocol):
         """`all_reduce` that returns at once.  May be in place."""
         ...
 
-    def iall_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+    def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Pending:
         """`all_gather` that returns at once."""
         ...
 
-    def iall_to_all(self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]) -> Pending:
+    def iall_to_all(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
+    ) -> Pending:
         """`all_to_all` that returns at once."""
         ...
 

@@ -99,7 +99,12 @@ def target(a: Array, shape: tuple[int, ...], out: Any, verb: str) -> Array:
         return np.empty(shape, a.dtype)
     if out is a and a.flags.writeable and a.shape == shape:
         return a
-    check_out(a.dtype, shape, out, verb)
+    if type(out) is np.ndarray and out.dtype == a.dtype and out.shape == shape and out.flags.carray:  # the usual case
+        if not np.may_share_memory(a, out):
+            usual: Array = out
+            return usual
+    else:
+        check_out(a.dtype, shape, out, verb)
     fits = type(out) is np.ndarray and out.flags.c_contiguous and out.dtype.isnative
     if fits and not np.may_share_memory(a, out):
         straight: Array = out
@@ -152,10 +157,15 @@ def dim_of(x: Any, dim: int, verb: str) -> int:
     Raises:
         ShapeError: x has no such dim.
     """
-    ndim = np.ndim(x)
-    if not -ndim <= dim < ndim:
-        raise ShapeError(f"{verb}: an array of shape {np.shape(x)} has no dim {dim}")
-    return dim % ndim
+    shape = shape_of(x)
+    if not -len(shape) <= dim < len(shape):
+        raise ShapeError(f"{verb}: an array of shape {shape} has no dim {dim}")
+    return dim % len(shape)
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of an array, on whatever device, or of a list of numbers."""
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 
 def cut(a: Array, counts: Sequence[int], dim: int) -> list[Array]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpitrain.autograd.ops import IGNORE
+from mpitrain.backend import Array, array_module, to_device
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.order import Order
 from mpitrain.errors import ConfigError, DataError
@@ -27,7 +28,7 @@ VALIDATION_TARGETS = 131_072
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a step's global batch.
+    """Some rows of a step's global batch, on the host until `to` brings them to a device.
 
     Attributes:
         inputs: int64 (b, s) token ids; zeros in padded rows.
@@ -39,10 +40,10 @@ class Batch:
         training: False for validation, which draws no noise.
     """
 
-    inputs: np.ndarray
-    targets: np.ndarray
-    places: np.ndarray
-    positions: np.ndarray
+    inputs: Array
+    targets: Array
+    places: Array
+    positions: Array
     step: int
     epoch: int = 0
     training: bool = True
@@ -51,6 +52,13 @@ class Batch:
     def count(self) -> int:
         """Number of targets that have weight."""
         return int(np.count_nonzero(self.targets != IGNORE))
+
+    def to(self, like: Array) -> Batch:
+        """The same rows where `like` lives: this batch itself on the host, else a copy of it on the device."""
+        if array_module(like) is np:
+            return self
+        arrays = {name: to_device(getattr(self, name), like) for name in ("inputs", "targets", "places", "positions")}
+        return replace(self, **arrays)
 
     def draw(self, seed: int) -> Draw | None:
         """What this batch's random numbers depend on; None for validation: no dropout, no jitter."""

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import Array, to_host
+
 FLOAT64_TOLERANCE = 1e-10
 FLOOR = 1e-6
 
@@ -40,9 +42,9 @@ class Difference(NamedTuple):
 
 
 def compare(
-    mine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], tolerance: float = FLOAT64_TOLERANCE
+    mine: Mapping[str, Array], reference: Mapping[str, Array], tolerance: float = FLOAT64_TOLERANCE
 ) -> list[Difference]:
-    """Compare tensors of one kind (all gradients, all weights ...) with their references.
+    """Compare tensors of one kind (all gradients, all weights ...) with their references, on the host.
 
     Returns:
         One difference a tensor, the worst in units of its bound first.
@@ -52,6 +54,7 @@ def compare(
     """
     if set(mine) != set(reference):
         raise ValueError(f"only one side has {sorted(set(mine) ^ set(reference))}")
+    mine, reference = ({name: to_host(array) for name, array in side.items()} for side in (mine, reference))
     floor = FLOOR * max((_largest(array) for array in reference.values()), default=0.0)
     found = [_difference(name, mine[name], reference[name], tolerance, floor) for name in reference]
     return sorted(found, key=lambda d: (d.ok, -(d.error / d.bound if d.bound else d.error)))

@@ -10,7 +10,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from mpitrain import kernels
 from mpitrain.doctor.ask import Finding, ask, ask_python
+from mpitrain.errors import ConfigError
 
 MIB = 2**20
 GIB = 2**30
@@ -186,4 +188,13 @@ print(json.dumps(found))
 
 def check_kernels() -> list[Finding]:
     """Which implementation of the fused numerics is in use."""
-    return [Finding("kernels", "ok", "NumPy path")]
+    try:
+        name = kernels.wanted()
+    except ConfigError as error:
+        return [Finding("kernels", "bad", str(error), f"unset {kernels.VARIABLE}")]
+    here = kernels.levels()
+    if len(here) == 1:
+        fix = "install a C compiler (Debian, Ubuntu: sudo apt-get install gcc python3-dev), then install mpitrain again"
+        return [Finding("kernels", "note", "NumPy only, slower: mpitrain was installed without a C compiler", fix)]
+    chosen = f"; {kernels.VARIABLE} names it" if name != here[-1] else ""
+    return [Finding("kernels", "ok", f"{name}, of {', '.join(here)}{chosen}")]

@@ -1,38 +1,142 @@
 """Fused numerics: arrays in, fresh arrays out, no tensor and no tape.
 
-Each kernel passes over memory as few times as its mathematics allows.  The names below are what everybody calls; which
-version stands behind them is decided here and nowhere else.  The reference is NumPy that reads like the formula, works
-on blocks that stay in the core's cache, and runs unchanged on CuPy arrays (as one block).
+Each kernel passes over memory as few times as its mathematics allows, and exists twice: `reference` is NumPy that reads
+like the formula, `compiled` hands the arrays to C, which was built once for each level of CPU:
+
+    numpy        the references
+    baseline     any CPU of the architecture
+    x86-64-v3    AVX2, FMA, F16C
+    x86-64-v4    AVX-512
+
+The names below are what everybody calls.  Which version stands behind them is decided here and nowhere else, by
+`select`, for the whole process: at import the level that the environment variable MPITRAIN_KERNELS names, or else the
+best that this CPU runs.  Levels round differently, so ranks agree on one before they train.
 
 All kernels take float16, float32 and float64.  Half precision is storage only: sums, statistics and products are formed
 in float32.
 """
 
-from mpitrain.kernels.attention import attention, attention_backward
-from mpitrain.kernels.gelu import erf, gelu_erf, gelu_tanh
+import os
+from collections.abc import Iterable
+
+from mpitrain.errors import ConfigError
+from mpitrain.kernels import reference
 from mpitrain.kernels.reference import (
+    adamw,
+    attention,
+    attention_backward,
     cross_entropy,
     cross_entropy_backward,
+    dropout,
+    erf,
+    gelu_backward,
+    gelu_erf,
+    gelu_tanh,
     layer_norm,
     layer_norm_backward,
     matmul,
+    narrow,
+    residual,
+    residual_norm,
+    row_sum,
     softmax,
     softmax_backward,
+    sum_of_squares,
     sum_rows,
+    widen,
 )
 
 __all__ = [
+    "adamw",
     "attention",
     "attention_backward",
+    "common",
     "cross_entropy",
     "cross_entropy_backward",
+    "dropout",
     "erf",
+    "gelu_backward",
     "gelu_erf",
     "gelu_tanh",
     "layer_norm",
     "layer_norm_backward",
+    "level",
+    "levels",
     "matmul",
+    "narrow",
+    "residual",
+    "residual_norm",
+    "row_sum",
+    "select",
     "softmax",
     "softmax_backward",
+    "sum_of_squares",
     "sum_rows",
+    "wanted",
+    "widen",
 ]
+
+VARIABLE = "MPITRAIN_KERNELS"
+ORDER = ("numpy", "baseline", "x86-64-v3", "x86-64-v4")
+"""All levels, lowest first."""
+
+try:
+    from mpitrain.kernels import compiled
+except ImportError:  # installed without a C compiler
+    compiled = None  # type: ignore[assignment]
+
+_level = "numpy"
+
+
+def levels() -> list[str]:
+    """The levels that this process can use, lowest first; `numpy` is always there."""
+    return ["numpy", *(compiled.levels() if compiled is not None else ())]
+
+
+def level() -> str:
+    """The level in use."""
+    return _level
+
+
+def wanted() -> str:
+    """The level that MPITRAIN_KERNELS names, or else the highest.
+
+    Raises:
+        ConfigError: this CPU or this installation does not have it.
+    """
+    here = levels()
+    name = os.environ.get(VARIABLE) or here[-1]
+    if name not in here:
+        raise ConfigError(f"{VARIABLE}={name}: this CPU and this installation have {', '.join(here)}.")
+    return name
+
+
+def select(name: str) -> None:
+    """Use the kernels of a level in this process from now on.
+
+    Args:
+        name: one of `levels()`.
+
+    Raises:
+        ConfigError: this CPU or this installation does not have it.
+    """
+    global _level
+    if name not in levels():
+        raise ConfigError(f"kernels {name!r}: this CPU and this installation have {', '.join(levels())}.")
+    if name != "numpy":
+        compiled.use(name)
+    for kernel in reference.__all__:
+        fast = getattr(compiled, kernel, None) if name != "numpy" else None
+        globals()[kernel] = fast or getattr(reference, kernel)
+    _level = name
+
+
+def common(names: Iterable[str]) -> str:
+    """The lowest of the levels that ranks have: what all of them can run alike."""
+    return min(names, key=ORDER.index)
+
+
+try:
+    select(wanted())
+except ConfigError:  # said by whoever asks for `wanted` when the ranks agree: an import has nobody to tell it to
+    select(levels()[-1])

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Array
+from mpitrain.backend import Array, array_module
 
 # 32 Ki float32 elements are 128 KiB: a block, its result and a scratch or two fit a 512 KiB second-level cache, and the
 # 1 us that a NumPy call costs is small against the 3 us and more that it works on the block.
 BLOCK = 32_768
+
+VECTOR = 16_384  # elements of a block of an update: five float32 vectors of it are 320 KiB
 
 QUERIES = 64  # of one block of attention
 SCORES = 32_768  # of one block of attention
@@ -33,3 +35,16 @@ def row_blocks(xp: Any, num_rows: int, width: int) -> Iterator[slice]:
     height = max(1, BLOCK // max(1, width)) if xp is np else max(1, num_rows)
     for start in range(0, num_rows, height):
         yield slice(start, min(start + height, num_rows))
+
+
+def vector_blocks(x: Array, scratch: bool = True) -> Iterator[tuple[slice, Array]]:
+    """(slice, scratch of its length and x's dtype) over a vector; a device takes all of it at once.
+
+    The scratch is the same memory for all blocks.
+    """
+    xp = array_module(x)
+    length = VECTOR if xp is np else max(1, x.size)
+    spare = xp.empty(min(length, x.size) if scratch else 0, x.dtype)
+    for start in range(0, x.size, length):
+        stop = min(start + length, x.size)
+        yield slice(start, stop), spare[: stop - start]

@@ -25,12 +25,12 @@ import numpy as np
 
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, array_module, to_device
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ShapeError
 from mpitrain.nn import init as initial
-from mpitrain.nn.layers import Dropout, Embedding, Gelu, LayerNorm, Linear
+from mpitrain.nn.layers import Dropout, Embedding, Gelu, LayerNorm, Linear, Residual
 from mpitrain.nn.loss import cross_entropy
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Parameter
@@ -71,8 +71,8 @@ class GPTConfig:
 class Attention(Module):
     """Causal self-attention, heads cut over the tp axis.
 
-    x (b, s, width) Invariant -> (b, s, width) Invariant.  The columns of the fused projection lie as (head, q|k|v,
-    dim), so that a cut into equal column blocks gives each rank whole heads.
+    x (b, s, width) Invariant -> (b, s, width) Invariant, without the last bias, which the block adds.  The columns of
+    the fused projection lie as (head, q|k|v, dim), so that a cut into equal column blocks gives each rank whole heads.
     """
 
     def __init__(self, name: str, config: GPTConfig, mesh: Mesh) -> None:
@@ -89,13 +89,16 @@ class Attention(Module):
     def forward(self, x: Tensor, draw: Draw | None, mask: Array | None = None) -> Tensor:
         rows, drop = None, 0.0
         if draw is not None and self.dropout:
-            heads = np.arange(self.first_head, self.first_head + self.heads)
+            heads = array_module(draw.places).arange(self.first_head, self.first_head + self.heads)
             rows, drop = draw.attention_rows(f"{self.name}.weights", heads), self.dropout
-        return self.proj(ops.attention(self.qkv(x), self.heads, mask=mask, rows=rows, drop=drop))
+        return self.proj(ops.attention(self.qkv(x), self.heads, mask=mask, rows=rows, drop=drop), add_bias=False)
 
 
 class Mlp(Module):
-    """Two layers with a GELU between, the hidden units cut over the tp axis.  (b, s, width) -> (b, s, width)."""
+    """Two layers with a GELU between, the hidden units cut over the tp axis.
+
+    (b, s, width) -> (b, s, width), without the last bias, which the block adds.
+    """
 
     def __init__(self, name: str, config: GPTConfig, mesh: Mesh) -> None:
         super().__init__(name)
@@ -105,7 +108,7 @@ class Mlp(Module):
         self.down = RowLinear(f"{name}.down", 4 * width, width, mesh.tp, init=initial.residual(config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gelu(self.up(x)))
+        return self.down(self.gelu(self.up(x, add_bias=False), self.up.bias), add_bias=False)
 
 
 class Block(Module):
@@ -115,14 +118,15 @@ class Block(Module):
         super().__init__(name)
         self.norm1 = LayerNorm(f"{name}.norm1", config.width)
         self.attention = Attention(f"{name}.attention", config, mesh)
-        self.drop1 = Dropout(f"{name}.drop1", config.dropout)
+        self.drop1 = Residual(f"{name}.drop1", config.dropout)
         self.norm2 = LayerNorm(f"{name}.norm2", config.width)
         self.mlp = Mlp(f"{name}.mlp", config, mesh)
-        self.drop2 = Dropout(f"{name}.drop2", config.dropout)
+        self.drop2 = Residual(f"{name}.drop2", config.dropout)
 
     def forward(self, x: Tensor, draw: Draw | None, mask: Array | None = None) -> Tensor:
-        x = x + self.drop1(self.attention(self.norm1(x), draw, mask), draw)
-        return x + self.drop2(self.mlp(self.norm2(x)), draw)
+        branch = self.attention(self.norm1(x), draw, mask)
+        x, normed = self.drop1.then(self.norm2, x, branch, self.attention.proj.bias, draw)
+        return self.drop2(x, self.mlp(normed), self.mlp.down.bias, draw)
 
 
 class GPT(Module):
@@ -133,12 +137,13 @@ class GPT(Module):
         mesh: the layout; the model is the same on every one.
         seed: of the initial values and of dropout.
         dtype: of weights, activations and gradients.
+        xp: where they live: numpy, or cupy for this rank's device.
 
     `model(batch)` is the sum over the batch's valid targets of the cross-entropy in nats: the executor divides by their
-    number over all ranks.
+    number over all ranks.  A batch from the host goes to where the weights are.
     """
 
-    def __init__(self, config: GPTConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = np.float32) -> None:
+    def __init__(self, config: GPTConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = np.float32, xp: Any = np) -> None:
         super().__init__("gpt")
         self.config = config
         width = config.width
@@ -151,7 +156,7 @@ class GPT(Module):
         self.blocks = [Block(f"blocks.{i}", config, mesh) for i in range(config.layers)]
         self.norm = LayerNorm("norm", width)
         self.head = None if config.tied else Linear("head", width, config.vocab, bias=False)
-        self.materialize(mesh, seed, dtype)
+        self.materialize(mesh, seed, dtype, xp)
 
     def logits(self, inputs: Array, draw: Draw | None = None, mask: Array | None = None) -> Tensor:
         """Scores of the next token.  inputs (b, s) token ids, s <= seq_len -> (b, s, vocab)."""
@@ -160,6 +165,7 @@ class GPT(Module):
             raise ShapeError(
                 f"a sequence of {length} tokens is longer than the model's {self.config.seq_len} positions"
             )
+        inputs = to_device(inputs, like=self.table.weight.data)
         x = self.table(inputs) + (self.positions if length == self.config.seq_len else self.positions[:length])
         x = self.drop(x, draw)
         for block in self.blocks:
@@ -168,5 +174,6 @@ class GPT(Module):
         return ops.linear(x, self.table.weight.T, None) if self.head is None else self.head(x)
 
     def forward(self, batch: Batch) -> Tensor:
+        batch = batch.to(self.table.weight.data)
         draw = batch.draw(self.seed) if self.config.dropout else None
         return cross_entropy(self.logits(batch.inputs, draw), batch.targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -95,15 +97,46 @@ class Dropout(Module):
 
     def __init__(self, name: str, p: float) -> None:
         super().__init__(name)
-        if not 0.0 <= p < 1.0:
-            raise ConfigError(f"{name}: a dropout probability of {p}; it is in [0, 1)")
-        self.p = p
+        self.p = _probability(name, p)
 
     def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
         """(b, s, d) -> (b, s, d); without a draw (evaluation) x itself."""
         if draw is None or self.p == 0.0:
             return x
         return ops.dropout(x, draw.rows(self.name), self.p)
+
+
+class Residual(Module):
+    """The end of a residual branch, x + dropout(y + bias), in one pass.
+
+    Its name is that of the dropout's random stream.
+
+    Args:
+        name: path in the model.
+        p: probability of zero, in [0, 1).
+
+    Raises:
+        ConfigError: p is not in [0, 1).
+    """
+
+    def __init__(self, name: str, p: float) -> None:
+        super().__init__(name)
+        self.p = _probability(name, p)
+
+    def forward(self, x: Tensor, y: Tensor, bias: Tensor | None, draw: Draw | None = None) -> Tensor:
+        """Stream x (b, s, d), branch y (b, s, d), bias (d,) of the branch's last layer -> (b, s, d)."""
+        return ops.residual(x, y, bias, **self._dropout(draw))
+
+    def then(
+        self, norm: LayerNorm, x: Tensor, y: Tensor, bias: Tensor | None, draw: Draw | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(sum, norm(sum)) in one pass: where the next branch begins with a norm."""
+        return ops.residual_norm(x, y, bias, norm.weight, norm.bias, eps=norm.eps, **self._dropout(draw))
+
+    def _dropout(self, draw: Draw | None) -> dict[str, Any]:
+        if draw is None or self.p == 0.0:
+            return {}
+        return {"rows": draw.rows(self.name), "p": self.p}
 
 
 class Gelu(Module):
@@ -123,6 +156,12 @@ class Gelu(Module):
             raise ConfigError(f"gelu kind {kind!r}; there are tanh and erf")
         self.kind = kind
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(...) -> (...)."""
-        return ops.gelu_tanh(x) if self.kind == "tanh" else ops.gelu_erf(x)
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., d) -> (..., d) of x, or of x + bias with the bias (d,) of the layer before."""
+        return ops.gelu_tanh(x, bias) if self.kind == "tanh" else ops.gelu_erf(x, bias)
+
+
+def _probability(name: str, p: float) -> float:
+    if not 0.0 <= p < 1.0:
+        raise ConfigError(f"{name}: a dropout probability of {p}; it is in [0, 1)")
+    return p

@@ -15,12 +15,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
-
+from mpitrain import kernels
 from mpitrain.backend import Array, array_module
 from mpitrain.nn.parameter import Parameter
-
-_BLOCK = 16_384
 
 
 class Clipped(NamedTuple):
@@ -62,19 +59,8 @@ def clip(
 
 
 def sum_of_squares(arrays: Iterable[Array]) -> float:
-    """Sum of the squares of all elements, in float64; infinity or NaN where an element is.
-
-    Cost: one pass; on a device one number comes back.
-    """
-    total = 0.0
-    for array in arrays:
-        xp = array_module(array)
-        vector = array.reshape(-1)
-        block = _BLOCK if xp is np else max(1, vector.size)
-        for start in range(0, vector.size, block):
-            part = vector[start : start + block].astype(np.float64, copy=False)
-            total = total + xp.dot(part, part)
-    return float(total)
+    """Sum of the squares of all elements, in float64; infinity or NaN where an element is."""
+    return float(sum(kernels.sum_of_squares(array) for array in arrays))  # a device is waited for once
 
 
 def global_norm(local_squares: float, sum_over_ranks: Callable[[float], float]) -> float:

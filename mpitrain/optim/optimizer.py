@@ -1,8 +1,8 @@
 """What every optimizer shares: its state, its blocks, and what a checkpoint keeps.
 
-The mathematics of a method is a pure function over plain vectors (`adam.adamw`, `sgd.momentum`).  Here stands the loop
-that feeds it: runs of neighbouring parameters, in blocks small enough that a dozen NumPy passes over them stay in the
-core's cache.  State lies in one flat buffer a kind, in the order of the parameters.
+The mathematics of a method is a pure function over plain vectors (`kernels.adamw`, `sgd.momentum`).  Here stands the
+loop that feeds it runs of neighbouring parameters.  State lies in one flat buffer a kind, in the order of the
+parameters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from mpitrain.backend import Array, array_module
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.runs import Run, join
-
-_BLOCK = 16_384  # elements: five float32 vectors of it are 320 KiB, inside a core's second-level cache
 
 
 class Optimizer(ABC):
@@ -52,8 +50,6 @@ class Optimizer(ABC):
         xp, dtype = array_module(*weights), next(iter(dtypes), np.dtype(np.float64))
         self._size = sum(array.size for array in weights)
         self._state = {kind: xp.zeros(self._size, dtype) for kind in self.kinds}
-        self._block = _BLOCK if xp is np else max(1, self._size)  # a device has no use for short passes
-        self._scratch = xp.empty(min(self._block, self._size), dtype)
         self._runs: list[Run] = []
         self._joined: list[Array] = []
 
@@ -71,17 +67,15 @@ class Optimizer(ABC):
         self.updates += 1
         for run in self._current_runs():
             decay = self.weight_decay if run.decay else 0.0
-            for start in range(0, run.weights.size, self._block):
-                stop = min(start + self._block, run.weights.size)
-                state = [vector[run.start + start : run.start + stop] for vector in self._state.values()]
-                scratch = self._scratch[: stop - start]
-                self._update(run.weights[start:stop], run.grads[start:stop], *state, scratch, lr=rate, decay=decay)
+            stop = run.start + run.weights.size
+            state = [vector[run.start : stop] for vector in self._state.values()]
+            self._update(run.weights, run.grads, *state, lr=rate, decay=decay)
         for p in self.parameters:
             p.version += 1
 
     @abstractmethod
-    def _update(self, p: Array, g: Array, *state_and_scratch: Array, lr: float, decay: float) -> None:
-        """One block: the method's pure function with its hyper-parameters."""
+    def _update(self, p: Array, g: Array, *state: Array, lr: float, decay: float) -> None:
+        """One run: the method's pure function with its hyper-parameters."""
 
     def _current_runs(self) -> list[Run]:
         """The runs, joined again where a parameter's arrays were exchanged since the last step."""

@@ -11,22 +11,23 @@ from collections.abc import Iterable
 
 from mpitrain.backend import Array, array_module
 from mpitrain.errors import ConfigError
+from mpitrain.kernels.blocks import vector_blocks
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.optimizer import Optimizer, require
 
 
-def sgd(p: Array, g: Array, scratch: Array, *, lr: float, weight_decay: float) -> None:
-    """One update in place, p = p - lr (g + weight_decay p); g is kept, scratch overwritten."""
+def sgd(p: Array, g: Array, *, lr: float, weight_decay: float) -> None:
+    """One update in place, p = p - lr (g + weight_decay p); g is kept."""
     xp = array_module(p)
-    if weight_decay:
-        xp.multiply(p, 1.0 - lr * weight_decay, out=p)
-    xp.multiply(g, lr, out=scratch)
-    xp.subtract(p, scratch, out=p)
+    for block, scratch in vector_blocks(p):
+        weights = p[block]
+        if weight_decay:
+            xp.multiply(weights, 1.0 - lr * weight_decay, out=weights)
+        xp.multiply(g[block], lr, out=scratch)
+        xp.subtract(weights, scratch, out=weights)
 
 
-def momentum(
-    p: Array, g: Array, u: Array, scratch: Array, *, lr: float, mu: float, nesterov: bool, weight_decay: float
-) -> None:
+def momentum(p: Array, g: Array, u: Array, *, lr: float, mu: float, nesterov: bool, weight_decay: float) -> None:
     """One update in place of the weights p and the velocity u by the gradient g.
 
         d = g + weight_decay p          u = mu u + d
@@ -36,28 +37,28 @@ def momentum(
         p: weights, a vector.
         g: their gradient, of the same length and dtype; kept.
         u: velocity.
-        scratch: a vector like them, overwritten.
         lr: learning rate.
         mu: momentum.
         nesterov: step by the velocity as it will be after the next decay.
         weight_decay: L2 penalty, part of the gradient.
     """
     xp = array_module(p)
-    d = g
-    if weight_decay:
-        xp.multiply(p, weight_decay, out=scratch)
-        xp.add(scratch, g, out=scratch)
-        d = scratch
-    xp.multiply(u, mu, out=u)
-    xp.add(u, d, out=u)
-    if nesterov:
-        # p - lr d first, while scratch still holds d, then p - lr mu u.
-        xp.multiply(d, lr, out=scratch)
-        xp.subtract(p, scratch, out=p)
-        xp.multiply(u, lr * mu, out=scratch)
-    else:
-        xp.multiply(u, lr, out=scratch)
-    xp.subtract(p, scratch, out=p)
+    for block, scratch in vector_blocks(p):
+        weights, d, velocity = p[block], g[block], u[block]
+        if weight_decay:
+            xp.multiply(weights, weight_decay, out=scratch)
+            xp.add(scratch, d, out=scratch)
+            d = scratch
+        xp.multiply(velocity, mu, out=velocity)
+        xp.add(velocity, d, out=velocity)
+        if nesterov:
+            # p - lr d first, while scratch still holds d, then p - lr mu u.
+            xp.multiply(d, lr, out=scratch)
+            xp.subtract(weights, scratch, out=weights)
+            xp.multiply(velocity, lr * mu, out=scratch)
+        else:
+            xp.multiply(velocity, lr, out=scratch)
+        xp.subtract(weights, scratch, out=weights)
 
 
 class Sgd(Optimizer):
@@ -93,10 +94,9 @@ class Sgd(Optimizer):
         self.nesterov = nesterov
         super().__init__(parameters, lr=lr, weight_decay=weight_decay)
 
-    def _update(self, p: Array, g: Array, *state_and_scratch: Array, lr: float, decay: float) -> None:
+    def _update(self, p: Array, g: Array, *state: Array, lr: float, decay: float) -> None:
         if self.momentum:
-            u, scratch = state_and_scratch
-            momentum(p, g, u, scratch, lr=lr, mu=self.momentum, nesterov=self.nesterov, weight_decay=decay)
+            (u,) = state
+            momentum(p, g, u, lr=lr, mu=self.momentum, nesterov=self.nesterov, weight_decay=decay)
         else:
-            (scratch,) = state_and_scratch
-            sgd(p, g, scratch, lr=lr, weight_decay=decay)
+            sgd(p, g, lr=lr, weight_decay=decay)

@@ -1,20 +1,82 @@
 """Do the replicas agree?  Ranks that share a parameter must hold the same bits of it, at the start and ever after.
 
 Ranks build their initial weights themselves from the same numbers; another NumPy, another processor or a broken memory
-would let them drift apart without an error.  So they compare digests.
+would let them drift apart without an error.  So they agree on how to compute, and compare digests of what they hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import os
+import platform
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
 
+from mpitrain import kernels
 from mpitrain.backend import Array, to_host
 from mpitrain.comm.mesh import Mesh
-from mpitrain.errors import StateError
+from mpitrain.comm.world import World
+from mpitrain.errors import ConfigError, StateError
 from mpitrain.nn.parameter import Flat
+
+
+def agree_on_arithmetic(world: World) -> None:
+    """Use the same kernels on all ranks: the highest level that every one of them has.  Collective over the world.
+
+    Products of matrices are the BLAS library's: where processors differ and it chose other code for them, the ranks'
+    results differ in the last digits.
+
+    Raises:
+        ConfigError: MPITRAIN_KERNELS names a level that a rank does not have; on every rank.
+        StateError: in deterministic mode, the ranks' BLAS libraries compute differently.
+
+    Cost: one small message, and where processors differ one more.
+    """
+    mine, mistake = kernels.levels()[-1], None
+    try:
+        mine = kernels.wanted()
+    except ConfigError as error:
+        mistake = error
+    world.agree(mistake)
+    found = world.exchange([mine, _processor()])
+    kernels.select(kernels.common(level for level, _ in found))
+    if len({processor for _, processor in found}) == 1:
+        return
+    libraries = world.exchange(blas())
+    odd = next((rank for rank, library in enumerate(libraries) if library != libraries[0]), None)
+    if odd is None:
+        return
+    text = (
+        f"The BLAS of rank {odd} ({libraries[odd]}) computes products of matrices otherwise than that of rank 0 "
+        f"({libraries[0]}): replicas differ in the last digits.\n"
+        "Way out: the same NumPy on all hosts, and one OPENBLAS_CORETYPE that all processors know, such as Haswell."
+    )
+    if world.deterministic:
+        raise StateError(text)
+    if world.rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _processor() -> str:
+    """What decides which code a BLAS takes, cheap to find: model and flags of the processor, and what was asked for."""
+    words = [platform.machine(), np.__version__, os.environ.get("OPENBLAS_CORETYPE", "")]
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        words += [line for line in itertools.islice(lines, 30) if line.startswith(("model name", "flags", "Features"))]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def blas() -> str:
+    """Name, version and processor type of the BLAS library that NumPy uses, as far as it says."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return "unknown"
+    found = next((pool for pool in threadpool_info() if pool["user_api"] == "blas"), {})
+    return " ".join(str(found.get(key)) for key in ("internal_api", "version", "architecture"))
 
 
 def check_replicas(flats: Sequence[Flat], mesh: Mesh, when: str) -> None:

@@ -55,8 +55,9 @@ class ColumnLinear(Module):
             Parameter(f"{name}.bias", (out_features,), {axis.name: Shard(0)}, init=initial.zeros) if bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(collectives.copy(x, self.axis), self.weight, self.bias)
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """x W + b, or x W for a caller that adds the bias in an op of its own."""
+        return linear(collectives.copy(x, self.axis), self.weight, self.bias if add_bias else None)
 
 
 class RowLinear(Module):
@@ -90,9 +91,10 @@ class RowLinear(Module):
         )
         self.bias = Parameter(f"{name}.bias", (out_features,), init=initial.zeros) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """x W + b, or x W for a caller that adds the bias in an op of its own."""
         y = collectives.all_reduce(linear(x, self.weight, None), self.axis)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None or not add_bias else y + self.bias
 
 
 def _check_divides(layer: Module, what: str, length: int, axis: Communicator) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import array_module, keep_freed_memory, to_host
+from mpitrain.backend import array_module, collection_paused, keep_freed_memory, to_host
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.events import LISTENERS, Event, tell
@@ -23,6 +23,7 @@ from mpitrain.nn.module import Module
 from mpitrain.optim.clip import clip, first_not_finite
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.data import FlatReducer, Reducer
+from mpitrain.parallel.replicas import agree_on_arithmetic
 from mpitrain.pipeline.action import Action, Schedule
 from mpitrain.pipeline.simulate import check
 
@@ -74,6 +75,7 @@ class Executor:
         if len(rows) != mesh.pp.size:
             raise ScheduleError(f"the schedule has {len(rows)} rows for {mesh.pp.size} pipeline ranks")
         self.peaks = check(rows)
+        agree_on_arithmetic(mesh.world)
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
         self.model = model
         self.optimizer = optimizer
@@ -104,7 +106,7 @@ class Executor:
         self.model.start_step()
         step = _Step(batch)
         # What overflows is found by the norm, on all ranks at once; NumPy would warn of one op on one rank.
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"), collection_paused():
             self._run_all(step)
         assert self.report is not None
         return self.report.loss

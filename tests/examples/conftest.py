@@ -47,7 +47,8 @@ def _stand_in(venv: Path) -> Path:
     venv.mkdir()
     for entry in Path(sys.prefix).iterdir():
         (venv / entry.name).symlink_to(entry)
-    sources = (ROOT / "pyproject.toml").read_bytes() + (ROOT / "setup.py").read_bytes()
+    named = [ROOT / "pyproject.toml", ROOT / "setup.py", *sorted((ROOT / "mpitrain/kernels/csrc").iterdir())]
+    sources = b"".join(path.read_bytes() for path in named)
     cksum = subprocess.run(["cksum"], input=sources, capture_output=True, check=True).stdout.split()[0].decode()
     for note in (".mpitrain-installed", ".mpitrain-installed-test"):
         (venv / note).write_text(f"{os.environ.get('MPITRAIN_MPI', 'openmpi')} {cksum} {ROOT} \n")

@@ -38,9 +38,9 @@ class Narrow:
     def __getattr__(self, verb: str) -> Any:
         do = getattr(self._transport, verb)
 
-        def narrow(*args: Any) -> Any:
+        def narrow(*args: Any, **how: Any) -> Any:
             assert all(arg.size <= self._limit for arg in args if isinstance(arg, np.ndarray))
-            return do(*args)
+            return do(*args, **how)
 
         return narrow
 

@@ -39,6 +39,12 @@ def run(on_a_host: str, *scenario: str) -> Run:
         return job.wait()
 
 
+def test_every_message_arrives_between_hosts_too(on_a_host: str, tmp_path: Path) -> None:
+    worker = str(Path(__file__).with_name("worker.py"))
+    with Launch(4, on_a_host, sys.executable, worker, "checks_comm", str(tmp_path), "0", timeout=90) as job:
+        job.wait().check()
+
+
 def test_a_rank_that_left_another_host_is_missed_too(on_a_host: str) -> None:
     ended = run(on_a_host, "nobody_receives")
     assert ended.code == 1

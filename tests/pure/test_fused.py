@@ -1,4 +1,7 @@
-"""Fused operations: equal to what they are made of, right where formulas divide by zero, and lean."""
+"""Fused operations: equal to what they are made of, right where formulas divide by zero, and lean.
+
+All of it holds for the NumPy path and for the best compiled kernels of this machine.
+"""
 
 import math
 
@@ -8,6 +11,7 @@ import pytest
 from mpitrain import kernels
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.gradcheck import check
+from mpitrain.errors import ShapeError
 from mpitrain.kernels import blocks
 from mpitrain.rng import Draw, keep_mask
 
@@ -36,9 +40,19 @@ def assert_same(one, other, tolerance=1e-12):
         np.testing.assert_allclose(grad, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture(autouse=True, params=dict.fromkeys((kernels.levels()[0], kernels.levels()[-1])))
+def level(request):
+    kernels.select(request.param)
+    return request.param
+
+
+IN_BLOCKS = pytest.mark.parametrize("level", ["numpy"], indirect=True)  # the compiled kernels have their own
+
+
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks(monkeypatch, level):
     """Blocks of a few elements, so that small arrays have many, the last one shorter."""
+    assert level == "numpy"
     monkeypatch.setattr(blocks, "BLOCK", 7)
     monkeypatch.setattr(blocks, "QUERIES", 3)
     monkeypatch.setattr(blocks, "SCORES", 30)
@@ -93,6 +107,7 @@ def test_layer_norm_is_what_it_is_made_of(shape):
     check(ops.layer_norm, *arrays)
 
 
+@IN_BLOCKS
 def test_layer_norm_in_blocks_is_layer_norm(small_blocks):
     arrays = normal(11, 3), normal(3), normal(3)
     assert_same(run(ops.layer_norm, *arrays), run(plain_layer_norm, *arrays), 1e-11)
@@ -160,6 +175,147 @@ def test_dropout_gradient():
     check(lambda x: ops.dropout(x, DRAW.rows("a"), 0.4), normal(2, 7, 3))
 
 
+# ----------------------------------------------------------------------------------------------------------- residual
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 50), (2, 7, 3), (2, 7, 0)])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("biased", [True, False])
+def test_residual_is_the_sum_that_it_is_made_of(shape, p, biased):
+    rows = DRAW.rows("branch") if p else None
+    arrays = [normal(*shape), normal(*shape), *([normal(shape[-1])] if biased else [])]
+
+    def plain(x, y, bias=None):
+        branch = y if bias is None else y + bias
+        return x + (branch if rows is None else branch * (keep_mask(rows, shape[-1], p) / (1 - p)))
+
+    assert_same(run(lambda *t: ops.residual(*t, rows=rows, p=p), *arrays), run(plain, *arrays))
+
+
+def test_residual_gradient():
+    rows = DRAW.rows("branch")
+    check(lambda x, y, b: ops.residual(x, y, b, rows=rows, p=0.4), normal(2, 7, 3), normal(2, 7, 3), normal(3))
+    check(lambda x, y: ops.residual(x, y, rows=rows, p=0.4), normal(2, 7, 3), normal(2, 7, 3))
+    check(ops.residual, normal(4, 3), normal(4, 3), normal(3))
+    check(ops.residual, normal(4, 3), normal(4, 3))
+    check(ops.residual, normal(3), normal(3), normal(3))
+    check(lambda x, b: ops.residual(x, x, b, rows=rows, p=0.4), normal(2, 7, 3), normal(3))
+
+
+def test_residual_drops_nothing_at_0_and_the_whole_branch_at_1():
+    x, y, rows = normal(2, 7, 3), normal(2, 7, 3), DRAW.rows("branch")
+    assert (ops.residual(Tensor(x), Tensor(y), rows=rows, p=0.0).data == x + y).all()
+    z, (dx, dy) = run(lambda x, y: ops.residual(x, y, rows=rows, p=1.0), x, y, seed=np.ones_like(x))
+    assert (z == x).all()
+    assert (dx == 1).all()
+    assert not dy.any()
+
+
+def test_residual_in_single_precision_equals_pytorch_with_the_same_mask():
+    torch = pytest.importorskip("torch")
+    rows = DRAW.rows("branch")
+    x, y, bias = (normal(*shape).astype(np.float32) for shape in ((2, 7, 33), (2, 7, 33), (33,)))
+    seed = np.ones_like(x)
+    z, grads = run(lambda *t: ops.residual(*t, rows=rows, p=0.25), x, y, bias, seed=seed)
+    twins = [torch.tensor(a, requires_grad=True) for a in (x, y, bias)]
+    mask = torch.tensor(keep_mask(rows, 33, 0.25) / np.float32(0.75))
+    w = twins[0] + (twins[1] + twins[2]) * mask
+    w.backward(torch.tensor(seed))
+    np.testing.assert_allclose(z, w.detach().numpy(), rtol=1e-6, atol=1e-6)
+    for grad, twin in zip(grads, twins, strict=True):
+        np.testing.assert_allclose(grad, twin.grad.numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_residual_of_half_precision():
+    rows = DRAW.rows("branch")
+    arrays = normal(2, 7, 50), normal(2, 7, 50), normal(50)
+    z, grads = run(lambda *t: ops.residual(*t, rows=rows, p=0.25), *(a.astype(np.float16) for a in arrays))
+    w, others = run(lambda *t: ops.residual(*t, rows=rows, p=0.25), *arrays)
+    assert z.dtype == np.float16
+    np.testing.assert_allclose(z, w, atol=1e-2)
+    for grad, other in zip(grads, others, strict=True):
+        assert grad.dtype == np.float16
+        np.testing.assert_allclose(grad, other, rtol=1e-2, atol=5e-2)
+
+
+def test_residual_gives_gradients_where_they_are_asked_for():
+    rows = DRAW.rows("branch")
+    for wanted in ((True, False, False), (False, True, False), (False, False, True), (True, False, True)):
+        arrays = normal(2, 7, 3), normal(2, 7, 3), normal(3)
+        inputs = [Tensor(a, requires_grad=w) for a, w in zip(arrays, wanted, strict=True)]
+        with Tape() as tape:
+            z = ops.residual(*inputs, rows=rows, p=0.4)
+        grads = tape.run_backward([(z, np.ones((2, 7, 3)))])
+        kept = keep_mask(rows, 3, 0.4) / 0.6
+        for t, w, expected in zip(inputs, wanted, (np.ones((2, 7, 3)), kept, kept.sum((0, 1))), strict=True):
+            assert (t in grads) == w
+            if w:
+                np.testing.assert_allclose(grads[t], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 50), (2, 7, 3), (2, 7, 1)])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("biased", [True, False])
+def test_residual_norm_is_a_residual_and_its_norm(shape, p, biased):
+    rows = DRAW.rows("branch") if p else None
+    d = shape[-1]
+    arrays = normal(*shape), normal(*shape), normal(d), normal(d), *([normal(d)] if biased else [])
+    seeds = normal(*shape), normal(*shape)
+
+    def walk(function, seeds):
+        inputs = [Tensor(a, requires_grad=True) for a in arrays]
+        x, y, weight, bias, *rest = inputs
+        with Tape() as tape:
+            outputs = function(x, y, rest[0] if rest else None, weight, bias)
+        grads = tape.run_backward([(t, s) for t, s in zip(outputs, seeds, strict=True) if s is not None])
+        return [*(t.data for t in outputs), *(grads.get(t) for t in inputs)]
+
+    def fused(x, y, branch_bias, weight, bias):
+        return ops.residual_norm(x, y, branch_bias, weight, bias, rows=rows, p=p)
+
+    def apart(x, y, branch_bias, weight, bias):
+        total = ops.residual(x, y, branch_bias, rows=rows, p=p)
+        return total, ops.layer_norm(total, weight, bias)
+
+    for given in (seeds, (seeds[0], None), (None, seeds[1])):
+        for a, b in zip(walk(fused, given), walk(apart, given), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_residual_norm_gradient():
+    rows = DRAW.rows("branch")
+    x, vectors = (2, 7, 3), (normal(3), normal(3), normal(3))
+    check(lambda *t: ops.residual_norm(*t, rows=rows, p=0.4), normal(*x), normal(*x), *vectors)
+    check(lambda x, y, w, b: ops.residual_norm(x, y, None, w, b), normal(4, 3), normal(4, 3), *vectors[1:])
+
+
+def test_residual_norm_refuses_what_does_not_fit():
+    x, v = Tensor(normal(2, 7, 3)), Tensor(normal(3))
+    with pytest.raises(ShapeError, match=r"residual_norm: x .* and y .* differ"):
+        ops.residual_norm(x, Tensor(normal(2, 7, 4)), None, v, v)
+    with pytest.raises(ShapeError, match=r"residual_norm: x .* and bias .* do not go together"):
+        ops.residual_norm(x, x, Tensor(normal(4)), v, v)
+    for weight, bias in ((normal(4), normal(3)), (normal(3), normal(4)), (normal(1), normal(1))):
+        with pytest.raises(ShapeError, match=r"residual_norm: x .*, weight .*, bias .* do not go together"):
+            ops.residual_norm(x, x, None, Tensor(weight), Tensor(bias))
+    with pytest.raises(ShapeError, match=r"residual_norm: x .* wants rows"):
+        ops.residual_norm(x, x, None, v, v, rows=DRAW.rows("a")[:1], p=0.1)
+
+
+def test_residual_refuses_what_does_not_fit():
+    x, rows = Tensor(normal(2, 7, 3)), DRAW.rows("branch")
+    for y in (normal(2, 7, 4), normal(7, 3), normal(2, 7, 3).astype(np.float32)):
+        with pytest.raises(ShapeError, match=r"residual: x .* and y .* differ"):
+            ops.residual(x, Tensor(y))
+    for bias in (normal(4), normal(1, 3), normal(3).astype(np.float32)):
+        with pytest.raises(ShapeError, match=r"residual: x .* and bias .* do not go together"):
+            ops.residual(x, x, Tensor(bias))
+    with pytest.raises(ShapeError, match=r"residual: x \(2, 7, 3\) wants rows \(2, 7\), got \(2, 6\)"):
+        ops.residual(x, x, rows=rows[:, :6], p=0.1)
+
+
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
@@ -200,6 +356,7 @@ def test_attention_is_what_it_is_made_of(options):
     )
 
 
+@IN_BLOCKS
 @pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
 def test_attention_in_many_blocks_is_attention(options, small_blocks):
     qkv = normal(2, 5, 3 * 3 * 4)
@@ -318,6 +475,7 @@ def test_cross_entropy_of_large_logits_does_not_overflow_and_its_sum_is_wide():
     assert np.isfinite(dx).all()
 
 
+@IN_BLOCKS
 def test_cross_entropy_in_blocks_is_cross_entropy(small_blocks):
     logits, targets = normal(9, 4), RNG.integers(0, 4, 9)
     y, (dx,) = run(lambda x: ops.softmax_cross_entropy(x, targets), logits, seed=np.array(2.0))
@@ -329,12 +487,77 @@ def test_cross_entropy_in_blocks_is_cross_entropy(small_blocks):
 # --------------------------------------------------------------------------------------------------------------- gelu
 
 
+@IN_BLOCKS
 @pytest.mark.parametrize("op", [ops.gelu_tanh, ops.gelu_erf])
 def test_gelu_in_blocks_is_gelu_also_far_out(op, small_blocks):
     x = np.concatenate([normal(20), [-50.0, -9.0, 9.0, 50.0]]).reshape(4, 6).T
     y, _ = run(op, x)
     assert (y[2:, 3] == [0, 0, 9, 50]).all() if op is ops.gelu_tanh else (y[4:, 3] == [9, 50]).all()
     check(op, x)
+
+
+@pytest.mark.parametrize("op", [ops.gelu_tanh, ops.gelu_erf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gelu_far_out_is_x_or_nothing(op, dtype):
+    """Also where x^3 overflows; between, the gate may keep digits that 1 + tanh has lost."""
+    y, (slope,) = run(op, np.array([-1e12, -50.0, -9.0, 9.0, 50.0, 1e12], dtype), seed=np.ones(6, dtype))
+    assert (y[3:] == np.array([9, 50, 1e12], dtype)).all()
+    assert (slope[4:] == 1).all()
+    assert (np.abs(y[:3]) < 1e-15).all()
+    assert (np.abs(slope[:3]) < 1e-14).all()
+
+
+@pytest.mark.parametrize("op", [ops.gelu_tanh, ops.gelu_erf])
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 5), (7,), (0, 4), (3, 0)])
+def test_gelu_with_a_bias_is_gelu_of_the_sum(op, shape):
+    x, bias = normal(*shape), normal(shape[-1])
+    assert_same(run(op, x, bias), run(lambda x, b: op(x + b), x, bias))
+    check(op, x, bias)
+
+
+@IN_BLOCKS
+@pytest.mark.parametrize("op", [ops.gelu_tanh, ops.gelu_erf])
+def test_gelu_with_a_bias_in_blocks(op, small_blocks):
+    x, bias = normal(11, 3), normal(3)
+    assert_same(run(op, x, bias), run(lambda x, b: op(x + b), x, bias))
+
+
+def test_gelu_takes_no_bias_and_half_precision():
+    x, bias = normal(6, 5), normal(5)
+    assert_same(run(lambda t: ops.gelu_tanh(t, None), x), run(ops.gelu_tanh, x))
+    y, (dx, db) = run(ops.gelu_tanh, x.astype(np.float16), bias.astype(np.float16))
+    z, (dz, dc) = run(ops.gelu_tanh, x, bias)
+    assert y.dtype == dx.dtype == db.dtype == np.float16
+    np.testing.assert_allclose(y, z, atol=4e-3)
+    np.testing.assert_allclose(dx, dz, atol=1e-2)
+    np.testing.assert_allclose(db, dc, atol=4e-2)
+
+
+@pytest.mark.parametrize("op", [ops.gelu_tanh, ops.gelu_erf])
+def test_gelu_refuses_a_bias_that_does_not_fit(op):
+    for x, bias in (
+        (normal(2, 3), normal(2)),
+        (normal(2, 3), normal(1)),
+        (normal(2, 3), normal(1, 3)),
+        (normal(2, 3), np.float64(1)),
+        (np.float64(1), normal(1)),
+        (normal(2, 3), normal(3).astype(np.float32)),
+    ):
+        with pytest.raises(ShapeError, match=rf"{op.__name__}: x .* and bias .* do not go together"):
+            op(Tensor(x), Tensor(bias))
+
+
+@pytest.mark.parametrize(("op", "approximate"), [(ops.gelu_tanh, "tanh"), (ops.gelu_erf, "none")])
+def test_gelu_with_a_bias_equals_pytorch(op, approximate):
+    torch = pytest.importorskip("torch")
+    x, bias = 3 * normal(9, 33), normal(33)
+    seed = normal(9, 33)
+    y, (dx, db) = run(op, x, bias, seed=seed)
+    t, b = torch.tensor(x, requires_grad=True), torch.tensor(bias, requires_grad=True)
+    z = torch.nn.functional.gelu(t + b, approximate=approximate)
+    z.backward(torch.tensor(seed))
+    for mine, theirs in ((y, z.detach()), (dx, t.grad), (db, b.grad)):
+        np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("op", "kind"), [(ops.gelu_tanh, "tanh"), (ops.gelu_erf, "erf")])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mpitrain.comm.launcher import announced, check_size
+from mpitrain.comm.launcher import announced, check_size, one_host
 from mpitrain.comm.world import world
 from mpitrain.errors import LaunchError
 
@@ -62,6 +62,20 @@ def test_a_world_of_another_size_is_refused(environ: dict[str, str], size: int, 
 @pytest.mark.parametrize("environ", [{}, {"OMPI_COMM_WORLD_SIZE": "4", "MPITRAIN_NP": "4"}, {"PMIX_RANK": "2"}, STEP])
 def test_a_world_of_the_announced_size_is_welcome(environ: dict[str, str]) -> None:
     check_size(environ, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "shared"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, False),
+        ({"PMI_SIZE": "8"}, False),
+        ({}, False),
+    ],
+)
+def test_only_the_launcher_of_open_mpi_says_that_all_ranks_share_a_host(environ: dict[str, str], shared: bool) -> None:
+    assert one_host(environ) is shared
 
 
 def test_a_world_of_one_imports_no_mpi_and_is_light() -> None:

@@ -6,7 +6,7 @@ import pytest
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.nn import init
-from mpitrain.nn.layers import Dropout, Embedding, Gelu, LayerNorm, Linear
+from mpitrain.nn.layers import Dropout, Embedding, Gelu, LayerNorm, Linear, Residual
 from mpitrain.nn.loss import count, cross_entropy
 from mpitrain.rng import Draw, keep_mask
 
@@ -33,7 +33,7 @@ def test_parameters_have_the_layers_path_and_decay_where_they_are_matrices():
     assert shapes(Linear("a.up", 4, 5, bias=False)) == {"a.up.weight": ((4, 5), True)}
     assert shapes(Embedding("tok", 7, 4)) == {"tok.weight": ((7, 4), True)}
     assert shapes(LayerNorm("n", 4)) == {"n.weight": ((4,), False), "n.bias": ((4,), False)}
-    assert shapes(Dropout("d", 0.1)) == shapes(Gelu()) == {}
+    assert shapes(Dropout("d", 0.1)) == shapes(Residual("r", 0.1)) == shapes(Gelu()) == {}
 
 
 def test_linear_computes_x_w_plus_b():
@@ -102,10 +102,45 @@ def test_dropout_does_nothing_without_a_draw_or_a_probability():
             Dropout("d", p)
 
 
+def test_residual_draws_from_the_stream_of_its_name():
+    draw = Draw(seed=1, step=2, places=np.array([4, 9]), positions=np.arange(3))
+    x, y, bias = Tensor(X), Tensor(np.ones((2, 3, 4))), Tensor(np.arange(4.0))
+    z = Residual("blocks.3.drop", 0.5)(x, y, bias, draw).data
+    keep = keep_mask(draw.rows("blocks.3.drop"), 4, 0.5)
+    np.testing.assert_allclose(z, X + 2.0 * keep * (1 + np.arange(4)), rtol=1e-14)
+    plain = Residual("blocks.3.drop", 0.5)(x, y, None, draw).data
+    np.testing.assert_allclose(plain, X + 2.0 * keep, rtol=1e-14)
+    assert not np.array_equal(Residual("blocks.4.drop", 0.5)(x, y, None, draw).data, plain)
+
+
+def test_residual_may_end_in_the_norm_of_the_next_branch():
+    draw = Draw(seed=1, step=2, places=np.array([4, 9]), positions=np.arange(3))
+    x, y, bias, norm = Tensor(X), Tensor(np.ones((2, 3, 4))), Tensor(np.arange(4.0)), made(LayerNorm("n", 4, eps=0.1))
+    norm.weight.data[...], norm.bias.data[...] = np.arange(4), 7
+    for given in (None, draw):
+        layer = Residual("blocks.3.drop", 0.5)
+        total, normed = layer.then(norm, x, y, bias, given)
+        np.testing.assert_allclose(total.data, layer(x, y, bias, given).data, rtol=1e-14)
+        np.testing.assert_allclose(normed.data, norm(total).data, rtol=1e-13)
+
+
+def test_residual_drops_nothing_without_a_draw_or_a_probability():
+    x, y, bias = Tensor(X), Tensor(np.ones((2, 3, 4))), Tensor(np.arange(4.0))
+    draw = Draw(0, 0, np.arange(2), np.arange(3))
+    for p, given in ((0.5, None), (0.0, draw), (0.0, None)):
+        assert np.array_equal(Residual("r", p)(x, y, bias, given).data, X + (1 + np.arange(4)))
+    assert np.array_equal(Residual("r", 0.5)(x, y, None).data, X + 1)
+    for p in (-0.1, 1.0, 1.5):
+        with pytest.raises(ConfigError, match=r"r: a dropout probability of"):
+            Residual("r", p)
+
+
 def test_gelu_has_two_kinds():
-    x = Tensor(X)
+    x, bias = Tensor(X), Tensor(np.arange(4.0))
     assert np.array_equal(Gelu()(x).data, ops.gelu_tanh(x).data)
     assert np.array_equal(Gelu("erf")(x).data, ops.gelu_erf(x).data)
+    assert np.array_equal(Gelu()(x, bias).data, ops.gelu_tanh(x, bias).data)
+    assert np.array_equal(Gelu("erf")(x, bias).data, ops.gelu_erf(x, bias).data)
     with pytest.raises(ConfigError, match="gelu kind 'relu'; there are tanh and erf"):
         Gelu("relu")
 

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from mpitrain import kernels
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.kernels import blocks
 from mpitrain.nn.init import normal
 from mpitrain.nn.parameter import Parameter, materialize
-from mpitrain.optim import AdamW, Sgd, optimizer
-from mpitrain.optim.adam import adamw
+from mpitrain.optim import AdamW, Sgd
 from mpitrain.optim.runs import join
 
 AXES = ("pp", "edp", "ep", "cp", "tp")
@@ -101,11 +102,11 @@ def test_one_adamw_step_by_hand():
     """g = 2 from zero moments: the corrected step is lr * g/|g| after the decay of 1 - lr * 0.1."""
     p, m, v = np.array([3.0]), np.zeros(1), np.zeros(1)
     hyper = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 0.0, "weight_decay": 0.1}
-    adamw(p, np.array([2.0]), m, v, np.empty(1), update=1, **hyper)
+    kernels.adamw(p, np.array([2.0]), m, v, update=1, **hyper)
     assert p[0] == pytest.approx(3.0 * 0.95 - 0.5, rel=1e-14)
     assert m[0] == pytest.approx(0.2)
     assert v[0] == pytest.approx(0.04)
-    adamw(p, np.array([-1.0]), m, v, np.empty(1), update=2, **hyper)
+    kernels.adamw(p, np.array([-1.0]), m, v, update=2, **hyper)
     m2, v2 = 0.9 * 0.2 - 0.1, 0.99 * 0.04 + 0.01
     step = 0.5 * (m2 / (1 - 0.81)) / math.sqrt(v2 / (1 - 0.99**2))
     assert p[0] == pytest.approx(2.35 * 0.95 - step, rel=1e-13)
@@ -133,13 +134,22 @@ def test_float32_follows_float64(name):
 # --------------------------------------------------------------------------------------------------- runs and blocks
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", METHODS)
-def test_runs_and_blocks_change_no_bit(name, monkeypatch):
-    """One buffer in long blocks, in blocks of four elements, and each parameter on its own."""
-    together, separate, short = parameters(), apart(parameters()), parameters()
+def test_runs_change_no_bit(name, dtype, level):
+    """One buffer, and each parameter on its own, wherever that one begins in memory."""
+    together, separate = parameters(dtype), apart(parameters(dtype))
     expected = train(together, make(name, together), 5)
     assert all(map(np.array_equal, train(separate, make(name, separate), 5), expected))
-    monkeypatch.setattr(optimizer, "_BLOCK", 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_blocks_change_no_bit(name, monkeypatch):
+    """One buffer in long blocks, and in blocks of four elements."""
+    kernels.select("numpy")  # the compiled kernels take a run as a whole
+    together, short = parameters(), parameters()
+    expected = train(together, make(name, together), 5)
+    monkeypatch.setattr(blocks, "VECTOR", 4)
     assert all(map(np.array_equal, train(short, make(name, short), 5), expected))
 
 

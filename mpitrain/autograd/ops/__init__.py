@@ -6,7 +6,7 @@
     reduce       sum mean max min var logsumexp softmax log_softmax
     shape        reshape transpose swap broadcast_to concat split stack pad squeeze expand cast
     index        getitem take gather_along
-    fused        linear gelu_tanh gelu_erf layer_norm attention softmax_cross_entropy dropout
+    fused        linear gelu_tanh gelu_erf layer_norm attention softmax_cross_entropy dropout residual residual_norm
 
 Every one broadcasts as NumPy does, works in float64, float32 and (with sums in float32) float16, and gives each input a
 gradient of exactly its shape and dtype.
@@ -26,6 +26,8 @@ from mpitrain.autograd.ops.fused import (
     gelu_tanh,
     layer_norm,
     linear,
+    residual,
+    residual_norm,
     softmax_cross_entropy,
 )
 from mpitrain.autograd.ops.index import gather_along, getitem, take
@@ -82,6 +84,8 @@ __all__ = [
     "pow",
     "relu",
     "reshape",
+    "residual",
+    "residual_norm",
     "sigmoid",
     "sin",
     "softmax",

@@ -1,14 +1,15 @@
 """Operations on two operands, element by element, with NumPy's broadcasting.
 
 The gradient of an operand that was broadcast is summed back to its shape, that of one that was promoted is cast back to
-its dtype.  A number (also NumPy's float64 scalars) takes the dtype of the tensor that it meets.
+its dtype.  A number, Python's or NumPy's, takes the dtype of the tensor that it meets.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from mpitrain.autograd.function import Function, unbroadcast
+from mpitrain.autograd.function import Function, plain, unbroadcast
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.errors import ShapeError
@@ -142,7 +143,10 @@ class Power(Function):
             less = xp.where(b == 0, 0, b - 1)  # the slope of a**0 is 0, also at a = 0
             da = _like(grad * (b * a**less), a)
         if wanted[1]:
-            log = xp.log(xp.where(a == 0, 1, a))
+            if hasattr(a, "shape"):
+                log = xp.log(xp.where(a == 0, 1, a))
+            else:  # a number stays on the host, and promotes nothing
+                log = math.log(a or 1) if a >= 0 else math.nan
             db = _like(grad * (y * log), b)
         return da, db
 
@@ -211,9 +215,8 @@ def _number_as(x: Any, other: Any) -> Any:
 
 
 def _apply(function: type[Function], *operands: Any) -> Tensor:
-    numbers = [float(x) if isinstance(x, float) else x for x in operands]
     try:
-        return function.apply(*numbers)
+        return function.apply(*map(plain, operands))
     except ValueError as error:
         if isinstance(error, ShapeError):
             raise
@@ -233,6 +236,7 @@ def sub(a: Any, b: Any) -> Tensor:
 
 def mul(a: Any, b: Any) -> Tensor:
     """a * b."""
+    a, b = plain(a), plain(b)
     if isinstance(b, (int, float)):
         return Scale.apply(a, factor=float(b))
     if isinstance(a, (int, float)):
@@ -247,8 +251,9 @@ def div(a: Any, b: Any) -> Tensor:
 
 def pow(x: Any, exponent: Any) -> Tensor:
     """x ** exponent, for a number or, elementwise, a tensor."""
+    exponent = plain(exponent)
     if isinstance(exponent, (int, float)):
-        return Pow.apply(x, exponent=exponent if isinstance(exponent, int) else float(exponent))
+        return Pow.apply(x, exponent=exponent)
     return _apply(Power, x, exponent)
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mpitrain import kernels
-from mpitrain.autograd.function import Function
+from mpitrain.autograd.function import Function, plain
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 
@@ -220,7 +220,7 @@ def abs(x: Tensor) -> Tensor:
 
 def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
     """x, but at least `low` and at most `high`."""
-    return Clip.apply(x, low=low, high=high)
+    return Clip.apply(x, low=plain(low), high=plain(high))
 
 
 def sin(x: Tensor) -> Tensor:

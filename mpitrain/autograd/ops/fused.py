@@ -19,7 +19,6 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.errors import DataError, ShapeError
 from mpitrain.kernels.blocks import rows_of, wide
-from mpitrain.rng import keep_mask
 
 IGNORE = -100
 """The target of a token that does not count in the loss."""
@@ -37,38 +36,46 @@ class Linear(Function):
         y = kernels.matmul(x.reshape(rows_of(x)), w)
         if b is not None:
             y += b
-        return y.reshape(*x.shape[:-1], w.shape[1]), (x, w)
+        return y.reshape(*x.shape[:-1], w.shape[1]), (x, w, None if b is None else b.dtype)
 
     @staticmethod
-    def backward(grad: Array, x: Array, w: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    def backward(grad: Array, x: Array, w: Array, b_dtype: Any, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
         g = grad.reshape(rows_of(grad))
         dx = kernels.matmul(g, w.T).reshape(x.shape).astype(x.dtype, copy=False) if wanted[0] else None
         dw = Product(x.reshape(rows_of(x)).T, g, w.dtype) if wanted[1] else None
         if len(wanted) == 2:
             return dx, dw
-        return dx, dw, kernels.sum_rows(g) if wanted[2] else None
+        return dx, dw, kernels.sum_rows(g).astype(b_dtype, copy=False) if wanted[2] else None
 
 
 class GeluTanh(Function):
-    """GELU in tanh form; saves its slope, in the place of its input."""
+    """GELU in tanh form of x, or of x + bias; saves its slope, in the place of its input."""
 
     @staticmethod
-    def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        y, slope = kernels.gelu_tanh(x)
+    def forward(x: Array, bias: Array | None = None) -> tuple[Array, tuple[Any, ...]]:
+        _check_bias("gelu_tanh", x, bias)
+        y, slope = kernels.gelu_tanh(x, bias)
         return y, (slope,)
 
     @staticmethod
     def backward(grad: Array, slope: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * slope,)
+        dx, db = kernels.gelu_backward(grad, slope, with_bias=len(wanted) == 2 and wanted[1])
+        return (dx,) if len(wanted) == 1 else (dx, db)
 
 
 class GeluErf(GeluTanh):
-    """GELU in its exact form; saves its slope, in the place of its input."""
+    """GELU in its exact form of x, or of x + bias; saves its slope, in the place of its input."""
 
     @staticmethod
-    def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        y, slope = kernels.gelu_erf(x)
+    def forward(x: Array, bias: Array | None = None) -> tuple[Array, tuple[Any, ...]]:
+        _check_bias("gelu_erf", x, bias)
+        y, slope = kernels.gelu_erf(x, bias)
         return y, (slope,)
+
+
+def _check_bias(op: str, x: Array, bias: Array | None) -> None:
+    if bias is not None and (x.ndim == 0 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
+        raise ShapeError(f"{op}: x {x.shape} {x.dtype} and bias {bias.shape} {bias.dtype} do not go together")
 
 
 class LayerNorm(Function):
@@ -76,16 +83,29 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward(x: Array, weight: Array, bias: Array, *, eps: float) -> tuple[Array, tuple[Any, ...]]:
-        if x.shape[-1:] != weight.shape or weight.shape != bias.shape:
-            raise ShapeError(f"layer_norm: x {x.shape}, weight {weight.shape}, bias {bias.shape} do not go together")
+        _check_norm("layer_norm", x, weight, bias)
         y, center, rstd = kernels.layer_norm(x, weight, bias, eps)
-        return y, (x, center, rstd, weight)
+        return y, (x, center, rstd, weight, bias.dtype)
 
     @staticmethod
     def backward(
-        grad: Array, x: Array, center: Array, rstd: Array, weight: Array, *, wanted: tuple[bool, ...], eps: float
+        grad: Array,
+        x: Array,
+        center: Array,
+        rstd: Array,
+        weight: Array,
+        b_dtype: Any,
+        *,
+        wanted: tuple[bool, ...],
+        eps: float,
     ) -> tuple[Any, ...]:
-        return kernels.layer_norm_backward(grad, x, center, rstd, weight)
+        dx, dw, db = kernels.layer_norm_backward(grad, x, center, rstd, weight)
+        return dx, dw, db.astype(b_dtype, copy=False)
+
+
+def _check_norm(op: str, x: Array, weight: Array, bias: Array) -> None:
+    if x.ndim == 0 or x.shape[-1:] != weight.shape or weight.shape != bias.shape:
+        raise ShapeError(f"{op}: x {x.shape}, weight {weight.shape}, bias {bias.shape} do not go together")
 
 
 class Attention(Function):
@@ -171,28 +191,99 @@ class SoftmaxCrossEntropy(Function):
 
 
 class Dropout(Function):
-    """Zero elements at random and scale the others up; saves the mask, a byte an element.
+    """Zero elements at random and scale the others up; saves the hashes of the rows.
 
-    The mask is a pure function of its row hashes and could be made again: that costs three times the product it is
-    for, and saves a byte where the activation next to it takes four.
+    The mask is a pure function of the rows' hashes: it is made again in backward, and nothing as large as x waits.
     """
 
     linear = (0,)
 
     @staticmethod
     def forward(x: Array, rows: Array, *, p: float) -> tuple[Array, tuple[Any, ...]]:
-        keep = keep_mask(rows, x.shape[-1], p)
-        return _masked(x, keep, p), (keep,)
+        return kernels.dropout(x, rows, p), (rows,)
 
     @staticmethod
-    def backward(grad: Array, keep: Array, *, wanted: tuple[bool, ...], p: float) -> tuple[Any, ...]:
-        return _masked(grad, keep, p), None
+    def backward(grad: Array, rows: Array, *, wanted: tuple[bool, ...], p: float) -> tuple[Any, ...]:
+        return kernels.dropout(grad, rows, p), None
 
 
-def _masked(x: Array, keep: Array, p: float) -> Array:
-    y = x * keep
-    y *= 1.0 / (1.0 - p) if p < 1.0 else 0.0
-    return y
+class Residual(Function):
+    """x + dropout(y + bias); saves the hashes of the dropout's rows, where there is one.
+
+    Inputs x, y, bias (or None), rows (or None).
+    """
+
+    linear = (0, 1, 2)
+
+    @staticmethod
+    def forward(
+        x: Array, y: Array, bias: Array | None, rows: Array | None, *, p: float
+    ) -> tuple[Array, tuple[Any, ...]]:
+        _check_branch("residual", x, y, bias)
+        return kernels.residual(x, y, bias, rows, p), (rows,)
+
+    @staticmethod
+    def backward(grad: Array, rows: Array | None, *, wanted: tuple[bool, ...], p: float) -> tuple[Any, ...]:
+        return grad, *_branch_gradients(grad, rows, wanted, p), None
+
+
+class ResidualNorm(Function):
+    """(x + dropout(y + branch_bias), its layer norm); saves the sum, two numbers a row, and the dropout's hashes.
+
+    Inputs x, y, branch_bias (or None), rows (or None), weight, bias.
+    """
+
+    @staticmethod
+    def forward(
+        x: Array,
+        y: Array,
+        branch_bias: Array | None,
+        rows: Array | None,
+        weight: Array,
+        bias: Array,
+        *,
+        p: float,
+        eps: float,
+    ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+        _check_branch("residual_norm", x, y, branch_bias)
+        _check_norm("residual_norm", x, weight, bias)
+        total, normed, center, rstd = kernels.residual_norm(x, y, branch_bias, rows, p, weight, bias, eps)
+        return (total, normed), (rows, total, center, rstd, weight, bias.dtype)
+
+    @staticmethod
+    def backward(
+        grads: tuple[Array | None, Array | None],
+        rows: Array | None,
+        total: Array,
+        center: Array,
+        rstd: Array,
+        weight: Array,
+        b_dtype: Any,
+        *,
+        wanted: tuple[bool, ...],
+        p: float,
+        eps: float,
+    ) -> tuple[Any, ...]:
+        through, of_norm = grads
+        grad, d_weight, d_bias = through, None, None
+        if of_norm is not None:
+            grad, d_weight, d_bias = kernels.layer_norm_backward(of_norm, total, center, rstd, weight, through)
+            d_bias = d_bias.astype(b_dtype, copy=False)
+        return grad, *_branch_gradients(grad, rows, wanted, p), None, d_weight, d_bias
+
+
+def _check_branch(op: str, x: Array, y: Array, bias: Array | None) -> None:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ShapeError(f"{op}: x {x.shape} {x.dtype} and y {y.shape} {y.dtype} differ")
+    _check_bias(op, y, bias)
+
+
+def _branch_gradients(grad: Array, rows: Array | None, wanted: tuple[bool, ...], p: float) -> tuple[Any, Any]:
+    """Gradients of a branch y and its bias from that of x + dropout(y + bias)."""
+    if not (wanted[1] or wanted[2]):
+        return None, None
+    dy = grad if rows is None else kernels.dropout(grad, rows, p)
+    return dy, kernels.sum_rows(dy) if wanted[2] else None
 
 
 # ------------------------------------------------------------------------------------------------------- as functions
@@ -217,14 +308,24 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return Linear.apply(x, w) if b is None else Linear.apply(x, w, b)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2's activation.  Source: arXiv:1606.08415, section 2."""
-    return GeluTanh.apply(x)
+def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """z/2 (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3))) of z = x + bias: GPT-2's activation.
+
+    Args:
+        x: (..., d).
+        bias: (d,), of the layer before; None: z is x.
+
+    Raises:
+        ShapeError: the bias has another length or dtype.
+
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+    """
+    return GeluTanh.apply(x) if bias is None else GeluTanh.apply(x, bias)
 
 
-def gelu_erf(x: Tensor) -> Tensor:
-    """x Phi(x), Phi the normal distribution function.  Source: arXiv:1606.08415, section 2."""
-    return GeluErf.apply(x)
+def gelu_erf(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """z Phi(z) of z = x + bias, Phi the normal distribution function; otherwise as `gelu_tanh`."""
+    return GeluErf.apply(x) if bias is None else GeluErf.apply(x, bias)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -328,6 +429,63 @@ def dropout(x: Tensor, rows: Array, p: float) -> Tensor:
     Raises:
         ShapeError: rows is not x's shape without the last dim.
     """
-    if rows.shape != x.shape[:-1]:
-        raise ShapeError(f"dropout: x {x.shape} wants rows {x.shape[:-1]}, got {rows.shape}")
+    _check_rows("dropout", x, rows)
     return Dropout.apply(x, rows, p=p) if p else x
+
+
+def residual(x: Tensor, y: Tensor, bias: Tensor | None = None, *, rows: Array | None = None, p: float = 0.0) -> Tensor:
+    """x + dropout(y + bias): the end of a residual branch in one pass.
+
+    Args:
+        x: (..., d), the stream.
+        y: (..., d), the branch.
+        bias: (d,), of the branch's last layer; None: no bias.
+        rows: uint64 (...), one hash a row from `Draw.rows`; None: no dropout.
+        p: probability of zero.
+
+    Raises:
+        ShapeError: shapes or dtypes differ.
+
+    Cost: one pass; the gradient of x, and without dropout that of y, is the gradient that comes in, uncopied.
+    """
+    _check_rows("residual", y, rows)
+    return Residual.apply(x, y, bias, rows if p else None, p=p)
+
+
+def residual_norm(
+    x: Tensor,
+    y: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    rows: Array | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """x + dropout(y + branch_bias), and the layer norm of that sum: where one branch ends and the next begins.
+
+    Args:
+        x: (..., d), the stream.
+        y: (..., d), the branch that ends.
+        branch_bias: (d,), of its last layer; None: no bias.
+        weight, bias: (d,), of the norm.
+        rows: uint64 (...), one hash a row from `Draw.rows`; None: no dropout.
+        p: probability of zero.
+        eps: added to the variance.
+
+    Returns:
+        (sum, normalised sum), both (..., d).
+
+    Raises:
+        ShapeError: shapes or dtypes differ.
+
+    Cost: one pass forward; backward adds the two gradients of the sum in the pass that makes one of them.
+    """
+    _check_rows("residual_norm", y, rows)
+    return ResidualNorm.apply(x, y, branch_bias, rows if p else None, weight, bias, p=p, eps=eps)
+
+
+def _check_rows(op: str, x: Tensor, rows: Array | None) -> None:
+    if rows is not None and rows.shape != x.shape[:-1]:
+        raise ShapeError(f"{op}: x {x.shape} wants rows {x.shape[:-1]}, got {rows.shape}")

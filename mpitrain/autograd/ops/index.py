@@ -109,8 +109,8 @@ def getitem(x: Tensor, index: Any) -> Tensor:
         if not arrays:
             return Getitem.apply(x, index=index)
         at = arrays[0]
-        ids = items[at]
-        ids = ids.data if isinstance(ids, Tensor) else ids if hasattr(ids, "dtype") else np.asarray(ids)
+        ids = items[at].data if isinstance(items[at], Tensor) else items[at]
+        ids = ids if hasattr(ids, "dtype") else array_module(x.data).asarray(ids)
         others = (*items[:at], *items[at + 1 :])
         if len(arrays) > 1 or ids.dtype.kind not in "iu" or not all(map(_is_slice, others)):
             raise ShapeError(

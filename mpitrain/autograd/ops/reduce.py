@@ -110,9 +110,7 @@ class Logsumexp(Function):
         grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
         xp = array_module(x)
-        p = x - xp.maximum(y, xp.finfo(y.dtype).min)
-        xp.exp(p, out=p)
-        p *= _spread(grad, x.shape, dims)
+        p = xp.exp(x - xp.maximum(y, xp.finfo(y.dtype).min)) * _spread(grad, x.shape, dims)
         return (p.astype(x.dtype, copy=False),)
 
 
@@ -160,8 +158,9 @@ class LogSoftmax(Function):
     def forward(x: Array, *, dim: int) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(x)
         y = x.astype(wide(x.dtype), copy=True)
-        y -= xp.maximum(y.max(axis=dim, keepdims=True), xp.finfo(y.dtype).min)
-        y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
+        if y.size:
+            y -= xp.maximum(y.max(axis=dim, keepdims=True), xp.finfo(y.dtype).min)
+            y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
         y = y.astype(x.dtype, copy=False)
         return y, (y,)
 

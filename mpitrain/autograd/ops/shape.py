@@ -275,7 +275,7 @@ def pad(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Ten
     pairs = tuple([(int(before), int(after)) for before, after in widths])
     if len(pairs) != x.ndim or any(n < 0 for pair in pairs for n in pair):
         raise ShapeError(f"pad: widths {pairs} for a tensor of shape {x.shape}")
-    return Pad.apply(x, widths=pairs, value=value)
+    return Pad.apply(x, widths=pairs, value=value) if pairs else x
 
 
 def cast(x: Tensor, dtype: Any) -> Tensor:

@@ -22,6 +22,7 @@ import numpy as np
 
 from mpitrain.backend import Array, array_module
 from mpitrain.kernels import blocks
+from mpitrain.kernels.reference.residual import keep_scale
 from mpitrain.rng import keep_mask
 
 Part = tuple[slice, slice]  # samples, heads
@@ -56,7 +57,7 @@ def attention(
     xp = array_module(q)
     lse = xp.empty(q.shape[:3], q.dtype)
     lowest = float(xp.finfo(q.dtype).min)
-    keep_scale = 1.0 / (1.0 - drop) if rows is not None else 1.0
+    kept_by = keep_scale(drop) if rows is not None else 1.0
     later = _later_keys(xp, q, causal)
     for part, queries, keys in _blocks(xp, q, causal):
         scaled = q[part][:, :, queries] * scale
@@ -70,7 +71,7 @@ def attention(
             s *= _kept(xp, rows[part][:, :, queries], s, drop)
         y = out[part][:, :, queries]
         xp.matmul(s.swapaxes(2, 3), v[part][:, :, keys], out=y)
-        y *= (keep_scale / total)[..., None]
+        y *= (kept_by / total)[..., None]
         xp.log(total, out=total)
         total += highest
         lse[part][:, :, queries] = total
@@ -100,7 +101,7 @@ def attention_backward(
     dS = P (dP - rowsum(dO O)),  dQ = scale dS K,  dK = scale dS^T Q.
     """
     xp = array_module(q)
-    keep_scale = 1.0 / (1.0 - drop) if rows is not None else 1.0
+    kept_by = keep_scale(drop) if rows is not None else 1.0
     later = _later_keys(xp, q, causal)
     delta = xp.einsum("bhsd,bhsd->bhs", grad, y)
     # From the last queries to the first: with causal attention the last block sees all keys, so it writes dk and dv and
@@ -116,7 +117,7 @@ def attention_backward(
         dropped = p
         if rows is not None:
             kept = _kept(xp, rows[part][:, :, queries], p, drop)
-            kept *= keep_scale
+            kept *= kept_by
             dp *= kept
             kept *= p
             dropped = kept
@@ -136,7 +137,7 @@ def _blocks(xp: Any, q: Array, causal: bool, backwards: bool = False) -> Iterato
     samples, heads = (1, min(h, max(1, blocks.SCORES // (height * max(1, s))))) if xp is np else (b, h)
     starts = range(0, s, height)
     for sample in range(0, b, max(1, samples)):
-        for head in range(0, h, heads):
+        for head in range(0, h, max(1, heads)):
             part = slice(sample, sample + samples), slice(head, head + heads)
             for start in reversed(starts) if backwards else starts:
                 stop = min(start + height, s)

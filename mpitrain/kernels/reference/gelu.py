@@ -3,73 +3,101 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpitrain.backend import Array, array_module
-from mpitrain.kernels.blocks import row_blocks, wide
+from mpitrain.kernels.blocks import row_blocks, rows_of, wide
+from mpitrain.kernels.reference.products import sum_rows
 
 _GELU_SCALE = math.sqrt(2.0 / math.pi)
 _GELU_CUBE = 0.044715
 
 
-def gelu_tanh(x: Array) -> tuple[Array, Array]:
-    """GELU in its tanh form, and its slope.
+def gelu_tanh(x: Array, bias: Array | None = None) -> tuple[Array, Array]:
+    """GELU of x + bias in its tanh form, and its slope.
 
-        y = x/2 (1 + tanh u),   u = sqrt(2/pi) (x + 0.044715 x^3)
+        y = z/2 (1 + tanh u),   u = sqrt(2/pi) (z + 0.044715 z^3),   z = x + bias
 
     The slope shares the tanh and is as large as x, so it waits for backward in x's place, and backward is one product.
 
+    Args:
+        x: any shape.
+        bias: as long as x's last dim, or None.
+
     Returns:
-        (y, dy/dx), of x's shape and dtype.
+        (y, dy/dz), of x's shape and dtype.
 
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", arXiv:1606.08415, section 2.
     """
-    xp = array_module(x)
-    y, slope = xp.empty(x.shape, x.dtype), xp.empty(x.shape, x.dtype)
-    flat, flat_y, flat_slope = x.reshape(-1), y.reshape(-1), slope.reshape(-1)
-    for block in row_blocks(xp, flat.size, 1):
-        z = flat[block].astype(wide(x.dtype), copy=False)
-        square = z * z
-        t = square * (_GELU_SCALE * _GELU_CUBE)
-        t += _GELU_SCALE
-        t *= z
-        xp.tanh(t, out=t)
-        gate = t * 0.5
-        gate += 0.5
-        xp.multiply(z, gate, out=flat_y[block])  # x (1 + t)/2
-        t *= t
-        xp.subtract(1.0, t, out=t)
-        square *= 1.5 * _GELU_SCALE * _GELU_CUBE
-        square += 0.5 * _GELU_SCALE
-        square *= z
-        t *= square
-        xp.add(gate, t, out=flat_slope[block])  # (1 + t)/2 + x/2 (1 - t^2) du/dx
-    return y, slope
+    return _by_blocks(_tanh_block, x, bias)
 
 
-def gelu_erf(x: Array) -> tuple[Array, Array]:
-    """GELU in its exact form, y = x Phi(x) with Phi(x) = (1 + erf(x / sqrt 2)) / 2, and its slope Phi(x) + x phi(x).
+def gelu_erf(x: Array, bias: Array | None = None) -> tuple[Array, Array]:
+    """GELU of x + bias in its exact form, and its slope.
+
+        y = z Phi(z),   Phi(z) = (1 + erf(z / sqrt 2)) / 2,   dy/dz = Phi(z) + z phi(z),   z = x + bias
+
+    Args:
+        x: any shape.
+        bias: as long as x's last dim, or None.
 
     Returns:
-        (y, dy/dx), of x's shape and dtype.
+        (y, dy/dz), of x's shape and dtype.
 
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", arXiv:1606.08415, section 2.
     """
+    return _by_blocks(_erf_block, x, bias)
+
+
+def gelu_backward(grad: Array, slope: Array, with_bias: bool) -> tuple[Array, Array | None]:
+    """Gradients of x and, if asked for, of the bias: grad slope, and its sum over all dims but the last."""
+    dx = grad * slope
+    return dx, sum_rows(dx) if with_bias else None
+
+
+def _by_blocks(
+    formula: Callable[[Any, Array, Array, Array], None], x: Array, bias: Array | None
+) -> tuple[Array, Array]:
+    """`formula(xp, z, y, slope)` for blocks z of x + bias; y and slope are written."""
     xp = array_module(x)
     y, slope = xp.empty(x.shape, x.dtype), xp.empty(x.shape, x.dtype)
-    flat, flat_y, flat_slope = x.reshape(-1), y.reshape(-1), slope.reshape(-1)
-    for block in row_blocks(xp, flat.size, 1):
-        z = flat[block].astype(wide(x.dtype), copy=False)
-        gate, bell = (_short_erf_and_bell if z.dtype == np.float32 else _erf_and_bell)(xp, z * math.sqrt(0.5))
-        gate *= 0.5
-        gate += 0.5
-        xp.multiply(z, gate, out=flat_y[block])
-        bell *= 1.0 / math.sqrt(2.0 * math.pi)
-        bell *= z
-        xp.add(gate, bell, out=flat_slope[block])
+    shape = (x.size, 1) if bias is None else rows_of(x)
+    rows, rows_y, rows_slope = x.reshape(shape), y.reshape(shape), slope.reshape(shape)
+    for block in row_blocks(xp, *shape):
+        z = rows[block].astype(wide(x.dtype), copy=False)
+        formula(xp, z if bias is None else z + bias, rows_y[block], rows_slope[block])
     return y, slope
+
+
+def _tanh_block(xp: Any, z: Array, y: Array, slope: Array) -> None:
+    square = z * z
+    t = square * (_GELU_SCALE * _GELU_CUBE)
+    t += _GELU_SCALE
+    t *= z
+    xp.tanh(t, out=t)
+    gate = t * 0.5
+    gate += 0.5
+    xp.multiply(z, gate, out=y)  # z (1 + t)/2
+    t *= t
+    xp.subtract(1.0, t, out=t)
+    square *= 1.5 * _GELU_SCALE * _GELU_CUBE
+    square += 0.5 * _GELU_SCALE
+    square *= z
+    t *= square
+    xp.add(gate, t, out=slope)  # (1 + t)/2 + z/2 (1 - t^2) du/dz
+
+
+def _erf_block(xp: Any, z: Array, y: Array, slope: Array) -> None:
+    gate, bell = (_short_erf_and_bell if z.dtype == np.float32 else _erf_and_bell)(xp, z * math.sqrt(0.5))
+    gate *= 0.5
+    gate += 0.5
+    xp.multiply(z, gate, out=y)
+    bell *= 1.0 / math.sqrt(2.0 * math.pi)
+    bell *= z
+    xp.add(gate, bell, out=slope)
 
 
 # Rational approximations of erf.  Source: W. J. Cody 1969, "Rational Chebyshev Approximations for the Error Function",

@@ -1,0 +1,258 @@
+/* Attention for one sample and head at a time, on tiles that stay in cache.
+ *
+ * The products are small (a few dozen queries times d), so they are made here, by a register tile of MR rows and two
+ * vectors: calling a BLAS for each would cost more than it computes.  Its right operand is packed once a head, columns
+ * in panels of NR; its left one is read where it lies, one number at a time, and so may be transposed for nothing.
+ *
+ * Source: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.  A block of queries sees all its
+ * keys at once, so forward needs no running maximum.
+ */
+
+#if defined(__AVX512F__)
+#define VEC_BYTES 64
+#define MR 8
+#elif defined(__AVX__)
+#define VEC_BYTES 32
+#define MR 6
+#else
+#define VEC_BYTES 16
+#define MR 4
+#endif
+#define V ((len)(VEC_BYTES / sizeof(REAL))) /* numbers in a vector */
+#define NR (2 * V)
+#define BLOCK (4 * MR) /* queries of a block: with causal attention small ones compute less in vain */
+#define TILE 128 /* keys of a tile, backward */
+
+typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
+
+static inline len up(len n, len step) { return (n + step - 1) / step * step; }
+
+/* c (rows, NR) = or += a (rows, k) b (k, NR); a by strides, b a panel, c in rows of ldc. */
+static inline __attribute__((always_inline)) void tile(int rows, int add, len k, const REAL *a, len a_row, len a_k,
+                                                       const REAL *b, REAL *c, len ldc) {
+    vec sum[MR][2];
+    for (int i = 0; i < rows; i++) {
+        sum[i][0] = add ? *(const vec *)(c + i * ldc) : (vec){0};
+        sum[i][1] = add ? *(const vec *)(c + i * ldc + V) : (vec){0};
+    }
+    for (len p = 0; p < k; p++, a += a_k, b += NR) {
+        const vec b0 = *(const vec *)b, b1 = *(const vec *)(b + V);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            const REAL x = a[i * a_row];
+            sum[i][0] += x * b0;
+            sum[i][1] += x * b1;
+        }
+    }
+    for (int i = 0; i < rows; i++) {
+        *(vec *)(c + i * ldc) = sum[i][0];
+        *(vec *)(c + i * ldc + V) = sum[i][1];
+    }
+}
+
+/* c (m, n) = or += a (m, k) b (k, n): b in panels of NR columns, panel_step numbers apart; c's rows hold up(n, NR). */
+static void multiply(int add, len m, len n, len k, const REAL *a, len a_row, len a_k, const REAL *b, len panel_step,
+                     REAL *c, len ldc) {
+    for (len j = 0; j < n; j += NR, b += panel_step) {
+        len i = 0;
+        for (; i + MR <= m; i += MR) {
+            if (add)
+                tile(MR, 1, k, a + i * a_row, a_row, a_k, b, c + i * ldc + j, ldc);
+            else
+                tile(MR, 0, k, a + i * a_row, a_row, a_k, b, c + i * ldc + j, ldc);
+        }
+        for (; i + 2 <= m; i += 2) tile(2, add, k, a + i * a_row, a_row, a_k, b, c + i * ldc + j, ldc);
+        for (; i < m; i++) tile(1, add, k, a + i * a_row, a_row, a_k, b, c + i * ldc + j, ldc);
+    }
+}
+
+/* x (s, d) in rows of ldx -> panels of NR columns, each (s, NR); columns past d are 0. */
+static void pack(const REAL *x, len ldx, len s, len d, REAL *out) {
+    for (len j = 0; j < d; j += NR) {
+        const len width = d - j < NR ? d - j : NR;
+        for (len i = 0; i < s; i++, out += NR) {
+            for (len l = 0; l < width; l++) out[l] = x[i * ldx + j + l];
+            for (len l = width; l < NR; l++) out[l] = REAL_C(0.0);
+        }
+    }
+}
+
+/* The transpose of x, (d, s), in panels of NR of its columns, each (d, NR); columns past s are 0. */
+static void pack_transposed(const REAL *x, len ldx, len s, len d, REAL *out) {
+    for (len j = 0; j < s; j += NR, out += d * NR) {
+        const len width = s - j < NR ? s - j : NR;
+        const REAL *row = x + j * ldx;
+        for (len k = 0; k < d; k++) {
+            for (len l = 0; l < width; l++) out[k * NR + l] = row[l * ldx + k];
+            for (len l = width; l < NR; l++) out[k * NR + l] = REAL_C(0.0);
+        }
+    }
+}
+
+/* Where a query may not look, and what dropout does to it. */
+typedef struct {
+    const uint8_t *mask; /* of this query, or NULL */
+    len mask_step;
+    len visible;         /* keys 0 .. visible - 1 */
+    int drops;
+    mt_word row;
+} mt_query;
+
+static inline mt_query query_of(const mt_attention *a, len sample, len head, len query) {
+    mt_query q = {NULL, 0, a->causal ? query + 1 : a->s, a->rows != NULL, 0};
+    if (a->mask) {
+        q.mask = a->mask + sample * a->mask_strides[0] + head * a->mask_strides[1] + query * a->mask_strides[2];
+        q.mask_step = a->mask_strides[3];
+    }
+    if (q.drops) q.row = mt_fold(a->rows[(sample * a->h + head) * a->s + query]);
+    return q;
+}
+
+/* -inf for the keys first .. first + n - 1 of a row of scores that the query may not see; the row holds `room`. */
+static inline void hide(REAL *scores, const mt_query *q, len first, len n, len room) {
+    if (q->mask)
+        for (len j = 0; j < n; j++) scores[j] = q->mask[(first + j) * q->mask_step] ? scores[j] : -(REAL)INFINITY;
+    len visible = q->visible - first;
+    visible = visible < 0 ? 0 : visible > n ? n : visible;
+    for (len j = visible; j < room; j++) scores[j] = -(REAL)INFINITY;
+}
+
+static REAL *carve(char **memory, len count) {
+    char *at = (char *)(((uintptr_t)*memory + 63) & ~(uintptr_t)63);
+    *memory = at + count * (len)sizeof(REAL);
+    return (REAL *)at;
+}
+
+/* The sizes here are those that are carved below. */
+static len attention_scratch(len s, len d, int backward) {
+    const len keys = up(s, NR), width = up(d, NR);
+    const len counts = backward ? 2 * keys * d + 6 * keys * width + 2 * BLOCK * up(TILE, NR) + BLOCK
+                                : keys * d + keys * width + BLOCK * keys + BLOCK * width + BLOCK;
+    return counts * (len)sizeof(REAL) + 16 * 64;
+}
+
+static inline REAL *at(mt_heads x, len sample, len head) { return (REAL *)x.data + sample * x.b + head * x.h; }
+
+static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v, mt_heads out, void *lse_) {
+    const len s = a->s, d = a->d, width = up(d, NR), ldp = up(s, NR);
+    const REAL scale = (REAL)a->scale;
+    const REAL lowest = REAL_IS_FLOAT ? (REAL)-3.40282346638528859812e38 : (REAL)-1.79769313486231570815e308;
+    char *memory = a->scratch;
+    REAL *keys = carve(&memory, ldp * d), *values = carve(&memory, ldp * width);
+    REAL *p = carve(&memory, BLOCK * ldp), *o = carve(&memory, BLOCK * width);
+    REAL *lse = lse_;
+    for (len sample = 0; sample < a->b; sample++)
+        for (len head = 0; head < a->h; head++, lse += s) {
+            pack_transposed(at(k, sample, head), k.s, s, d, keys);
+            pack(at(v, sample, head), v.s, s, d, values);
+            const REAL *queries = at(q, sample, head);
+            REAL *result = at(out, sample, head);
+            for (len start = 0; start < s; start += BLOCK) {
+                const len m = s - start < BLOCK ? s - start : BLOCK;
+                const len n = a->causal ? start + m : s, room = up(n, NR);
+                REAL factor[BLOCK];
+                multiply(0, m, n, d, queries + start * q.s, q.s, 1, keys, d * NR, p, ldp);
+                for (len i = 0; i < m; i++) {
+                    REAL *RESTRICT row = p + i * ldp;
+                    const mt_query query = query_of(a, sample, head, start + i);
+                    const len live = query.visible < n ? up(query.visible, NR) : room; /* the rest is exp(-inf) */
+                    hide(row, &query, 0, n, live);
+                    const REAL highest = row_max(row, live);
+                    /* Without any key the maximum is -inf; less a finite number that stays -inf, and its exp is 0. */
+                    const REAL peak = highest < lowest ? lowest : highest;
+                    REAL lane[LANES] = {0};
+                    for (len j = 0; j < live; j++) row[j] = mt_exp((row[j] - peak) * scale);
+                    for (len j = live; j < room; j++) row[j] = REAL_C(0.0);
+                    const len whole = live - live % LANES;
+                    for (len j = 0; j < whole; j += LANES)
+                        for (int l = 0; l < LANES; l++) lane[l] += row[j + l];
+                    for (len j = whole; j < live; j++) lane[j - whole] += row[j];
+                    REAL total = lanes_sum(lane);
+                    total = total < REAL_C(1.0) ? REAL_C(1.0) : total; /* the largest score contributes exactly 1 */
+                    factor[i] = REAL_C(1.0) / total;
+                    lse[start + i] = highest < lowest ? lowest : highest * scale + MT_LOG(total);
+                    if (query.drops) {
+                        factor[i] *= (REAL)a->keep_scale;
+                        for (len j = 0; j < live; j++)
+                            row[j] = dropped(row[j], query.row, (mt_word)j, a->threshold, REAL_C(1.0));
+                    }
+                }
+                multiply(0, m, d, n, p, ldp, 1, values, s * NR, o, width);
+                for (len i = 0; i < m; i++)
+                    for (len j = 0; j < d; j++) result[(start + i) * out.s + j] = o[i * width + j] * factor[i];
+            }
+        }
+}
+
+/* With P the probabilities and M the scaled dropout mask: dV = (P M)^T dO, dP = M (dO V^T), dS = scale P (dP - delta),
+ * delta = rowsum(dO O), dQ = dS K, dK = dS^T Q. */
+static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q, mt_heads k, mt_heads v, mt_heads y,
+                               const void *lse_, mt_heads dq_, mt_heads dk_, mt_heads dv_) {
+    const len s = a->s, d = a->d, width = up(d, NR), keys = up(s, NR), ldp = up(TILE, NR);
+    const REAL scale = (REAL)a->scale;
+    const REAL *lse = lse_;
+    char *memory = a->scratch;
+    REAL *k_t = carve(&memory, keys * d), *v_t = carve(&memory, keys * d);
+    REAL *k_panels = carve(&memory, keys * width), *q_panels = carve(&memory, keys * width);
+    REAL *g_panels = carve(&memory, keys * width);
+    REAL *dq = carve(&memory, keys * width), *dk = carve(&memory, keys * width), *dv = carve(&memory, keys * width);
+    REAL *p = carve(&memory, BLOCK * ldp), *dp = carve(&memory, BLOCK * ldp), *delta = carve(&memory, BLOCK);
+    for (len sample = 0; sample < a->b; sample++)
+        for (len head = 0; head < a->h; head++, lse += s) {
+            const REAL *queries = at(q, sample, head), *gradient = at(grad, sample, head);
+            const REAL *output = at(y, sample, head);
+            pack_transposed(at(k, sample, head), k.s, s, d, k_t);
+            pack_transposed(at(v, sample, head), v.s, s, d, v_t);
+            pack(at(k, sample, head), k.s, s, d, k_panels);
+            pack(queries, q.s, s, d, q_panels);
+            pack(gradient, grad.s, s, d, g_panels);
+            for (len i = 0; i < s * width; i++) dq[i] = dk[i] = dv[i] = REAL_C(0.0);
+            for (len start = 0; start < s; start += BLOCK) {
+                const len m = s - start < BLOCK ? s - start : BLOCK, visible = a->causal ? start + m : s;
+                for (len i = 0; i < m; i++) {
+                    const REAL *RESTRICT g = gradient + (start + i) * grad.s, *RESTRICT o = output + (start + i) * y.s;
+                    REAL lane[LANES] = {0};
+                    const len whole = d - d % LANES;
+                    for (len j = 0; j < whole; j += LANES)
+                        for (int l = 0; l < LANES; l++) lane[l] += g[j + l] * o[j + l];
+                    for (len j = whole; j < d; j++) lane[j - whole] += g[j] * o[j];
+                    delta[i] = lanes_sum(lane);
+                }
+                for (len first = 0; first < visible; first += TILE) {
+                    const len n = visible - first < TILE ? visible - first : TILE, room = up(n, NR);
+                    multiply(0, m, n, d, queries + start * q.s, q.s, 1, k_t + first * d, d * NR, p, ldp);
+                    multiply(0, m, n, d, gradient + start * grad.s, grad.s, 1, v_t + first * d, d * NR, dp, ldp);
+                    for (len i = 0; i < m; i++) {
+                        REAL *RESTRICT prob = p + i * ldp, *RESTRICT slope = dp + i * ldp;
+                        const mt_query query = query_of(a, sample, head, start + i);
+                        const REAL l = lse[start + i], shift = delta[i], keep = (REAL)a->keep_scale;
+                        hide(prob, &query, first, n, room);
+                        for (len j = 0; j < room; j++) {
+                            const REAL below = prob[j] * scale - l; /* above 0 only by the rounding of a large score */
+                            prob[j] = mt_exp(below > REAL_C(0.0) ? REAL_C(0.0) : below);
+                        }
+                        if (!query.drops) {
+                            for (len j = 0; j < room; j++) slope[j] = prob[j] * (slope[j] - shift) * scale;
+                            continue;
+                        }
+                        for (len j = 0; j < room; j++) {
+                            const mt_word column = (mt_word)(first + j);
+                            const REAL kept = dropped(REAL_C(1.0), query.row, column, a->threshold, keep);
+                            slope[j] = prob[j] * (slope[j] * kept - shift) * scale;
+                            prob[j] *= kept;
+                        }
+                    }
+                    multiply(1, n, d, m, p, 1, ldp, g_panels + start * NR, s * NR, dv + first * width, width);
+                    multiply(1, n, d, m, dp, 1, ldp, q_panels + start * NR, s * NR, dk + first * width, width);
+                    multiply(1, m, d, n, dp, ldp, 1, k_panels + first * NR, s * NR, dq + start * width, width);
+                }
+            }
+            REAL *into_q = at(dq_, sample, head), *into_k = at(dk_, sample, head), *into_v = at(dv_, sample, head);
+            for (len i = 0; i < s; i++)
+                for (len j = 0; j < d; j++) {
+                    into_q[i * dq_.s + j] = dq[i * width + j];
+                    into_k[i * dk_.s + j] = dk[i * width + j];
+                    into_v[i * dv_.s + j] = dv[i * width + j];
+                }
+        }
+}

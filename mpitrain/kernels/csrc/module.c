@@ -1,0 +1,535 @@
+/* The Python module `mpitrain.kernels._compiled`: arrays are checked, then handed to the table of the chosen level.
+ *
+ * Arrays come by the buffer protocol, so neither building nor running needs NumPy's headers.  Whatever does not fit
+ * (dtype, layout, length) is refused with an exception before any kernel runs; `mpitrain.kernels.compiled` never hands
+ * in such a thing.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <string.h>
+#include "table.h"
+
+#define DECLARE(level)                                                     \
+    extern const mt_table mt_table_float_##level, mt_table_double_##level; \
+    extern const mt_halves mt_halves_any_##level;
+DECLARE(baseline)
+#ifdef MT_X86
+DECLARE(v3)
+DECLARE(v4)
+#endif
+
+typedef struct {
+    const mt_table *single, *twofold;
+    const mt_halves *halves;
+} Level;
+
+static const Level LEVELS[] = {
+    {&mt_table_float_baseline, &mt_table_double_baseline, &mt_halves_any_baseline},
+#ifdef MT_X86
+    {&mt_table_float_v3, &mt_table_double_v3, &mt_halves_any_v3},
+    {&mt_table_float_v4, &mt_table_double_v4, &mt_halves_any_v4},
+#endif
+};
+enum { NUM_LEVELS = sizeof LEVELS / sizeof *LEVELS };
+
+static const Level *chosen = &LEVELS[0]; /* the process's choice: kernels.select */
+
+static int runs_here(int level) {
+#ifdef MT_X86
+    __builtin_cpu_init();
+#define HAS(feature) __builtin_cpu_supports(feature)
+    if (level == 1) return HAS("avx2") && HAS("fma") && HAS("bmi2");
+    if (level == 2)
+        return runs_here(1) && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") &&
+               HAS("avx512cd");
+#undef HAS
+#endif
+    return level == 0;
+}
+
+/* ------------------------------------------------------------------------------------------------------- arguments */
+
+enum { MOST = 16 };
+
+/* The buffers of one call; released together. */
+typedef struct {
+    PyObject *const *args;
+    Py_ssize_t count;
+    Py_buffer buffers[MOST];
+    int held;
+    int failed;
+    Py_ssize_t itemsize; /* of the reals, fixed by the first; 0 before */
+} Call;
+
+static void *fail(Call *call, PyObject *kind, const char *text, int at) {
+    if (!call->failed) PyErr_Format(kind, "argument %d: %s", at, text);
+    call->failed = 1;
+    return NULL;
+}
+
+static Py_buffer *take(Call *call, int at, int flags, const char *kinds, Py_ssize_t itemsize) {
+    if (call->failed) return NULL;
+    if (at >= call->count) return fail(call, PyExc_TypeError, "is missing", at);
+    Py_buffer *buffer = &call->buffers[call->held];
+    if (PyObject_GetBuffer(call->args[at], buffer, flags | PyBUF_FORMAT)) {
+        call->failed = 1;
+        return NULL;
+    }
+    call->held++;
+    const char *format = buffer->format ? buffer->format : "B";
+    if (format[0] == '=' || format[0] == '@') format++;
+    if (!format[0] || !strchr(kinds, format[0]) || format[1] || buffer->itemsize != itemsize)
+        return fail(call, PyExc_TypeError, "has another dtype", at);
+    if ((uintptr_t)buffer->buf % (size_t)itemsize) return fail(call, PyExc_ValueError, "is not aligned", at);
+    return buffer;
+}
+
+/* A contiguous array of `count` elements; -1 for any number. */
+static void *array(Call *call, int at, Py_ssize_t count, int writable, const char *kinds, Py_ssize_t itemsize) {
+    Py_buffer *buffer = take(call, at, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0), kinds, itemsize);
+    if (!buffer) return NULL;
+    if (count >= 0 && buffer->len != count * itemsize) return fail(call, PyExc_ValueError, "has another length", at);
+    return buffer->buf;
+}
+
+static int absent(Call *call, int at) { return at < call->count && call->args[at] == Py_None; }
+
+/* Of float or double, as all the others of this call. */
+static void *reals(Call *call, int at, Py_ssize_t count, int writable) {
+    if (call->failed) return NULL;
+    if (!call->itemsize) {
+        Py_buffer look;
+        if (at >= call->count) return fail(call, PyExc_TypeError, "is missing", at);
+        if (PyObject_GetBuffer(call->args[at], &look, PyBUF_STRIDES)) {
+            call->failed = 1;
+            return NULL;
+        }
+        call->itemsize = look.itemsize;
+        PyBuffer_Release(&look);
+    }
+    return array(call, at, count, writable, call->itemsize == 4 ? "f" : "d", call->itemsize);
+}
+
+static void *maybe_reals(Call *call, int at, Py_ssize_t count) {
+    return absent(call, at) ? NULL : reals(call, at, count, 0);
+}
+
+static uint64_t *maybe_hashes(Call *call, int at, Py_ssize_t count) {
+    return absent(call, at) ? NULL : array(call, at, count, 0, "QL", 8);
+}
+
+static int64_t *integers(Call *call, int at, Py_ssize_t count) { return array(call, at, count, 0, "ql", 8); }
+
+static double number(Call *call, int at) {
+    if (!call->failed && at >= call->count) fail(call, PyExc_TypeError, "is missing", at);
+    if (call->failed) return 0.0;
+    const double value = PyFloat_AsDouble(call->args[at]);
+    if (value == -1.0 && PyErr_Occurred()) call->failed = 1;
+    return value;
+}
+
+static long long whole(Call *call, int at) {
+    if (!call->failed && at >= call->count) fail(call, PyExc_TypeError, "is missing", at);
+    if (call->failed) return 0;
+    const long long value = PyLong_AsLongLong(call->args[at]);
+    if (value == -1 && PyErr_Occurred()) call->failed = 1;
+    return value;
+}
+
+/* A number that is compared with random words of 32 bits. */
+static uint64_t word(Call *call, int at) {
+    const long long value = whole(call, at);
+    if (!call->failed && (value < 0 || value > 0xFFFFFFFFLL)) fail(call, PyExc_ValueError, "is no word of 32 bits", at);
+    return (uint64_t)value;
+}
+
+/* (rows, width) of the array that the call holds last, seen as a matrix of its last dim. */
+static Py_ssize_t last_dim(Call *call) {
+    const Py_buffer *b = &call->buffers[call->held - 1];
+    return b->ndim ? b->shape[b->ndim - 1] : 1;
+}
+
+static Py_ssize_t elements(Call *call) {
+    const Py_buffer *b = &call->buffers[call->held - 1];
+    return b->len / b->itemsize;
+}
+
+static PyObject *finish(Call *call, PyObject *result) {
+    for (int i = 0; i < call->held; i++) PyBuffer_Release(&call->buffers[i]);
+    if (call->failed) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    if (result) return result;
+    Py_RETURN_NONE;
+}
+
+static const mt_table *table(const Call *call) { return call->itemsize == 4 ? chosen->single : chosen->twofold; }
+
+/* A long kernel lets other threads run; for a short one the change of hands would cost more than it takes. */
+#define WITHOUT_LOCK(count, ...)            \
+    do {                                    \
+        if ((count) > 8192) {               \
+            Py_BEGIN_ALLOW_THREADS          \
+            __VA_ARGS__;                    \
+            Py_END_ALLOW_THREADS            \
+        } else {                            \
+            __VA_ARGS__;                    \
+        }                                   \
+    } while (0)
+
+#define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t count)
+#define CALL                                      \
+    (void)self;                                   \
+    Call c = {.args = args, .count = count}
+
+/* --------------------------------------------------------------------------------------------------------- kernels */
+
+METHOD(gelu) { /* exact, x, bias or None, y, slope */
+    CALL;
+    const int exact = (int)whole(&c, 0);
+    const void *x = reals(&c, 1, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const void *bias = maybe_reals(&c, 2, width);
+    void *y = reals(&c, 3, n, 1), *slope = reals(&c, 4, n, 1);
+    const Py_ssize_t length = bias ? width : n; /* without a bias all of x is one row */
+    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->gelu(exact, x, bias, y, slope, n / length, length));
+    return finish(&c, NULL);
+}
+
+METHOD(gelu_backward) { /* grad, slope, dx, db or None, scratch */
+    CALL;
+    const void *grad = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const void *slope = reals(&c, 1, n, 0);
+    void *dx = reals(&c, 2, n, 1), *db = absent(&c, 3) ? NULL : reals(&c, 3, width, 1);
+    void *scratch = reals(&c, 4, db ? width : 0, 1);
+    if (!c.failed)
+        WITHOUT_LOCK(n, table(&c)->gelu_backward(grad, slope, dx, db, scratch, width ? n / width : 0, width));
+    return finish(&c, NULL);
+}
+
+METHOD(residual) { /* x, y, bias or None, hashes or None, threshold, keep_scale, out */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const void *y = reals(&c, 1, n, 0), *bias = maybe_reals(&c, 2, width);
+    const uint64_t *hashes = maybe_hashes(&c, 3, width ? n / width : 0);
+    const uint64_t threshold = word(&c, 4);
+    const double keep_scale = number(&c, 5);
+    void *out = reals(&c, 6, n, 1);
+    if (!c.failed && n)
+        WITHOUT_LOCK(n, table(&c)->residual(x, y, bias, hashes, threshold, keep_scale, out, n / width, width));
+    return finish(&c, NULL);
+}
+
+METHOD(dropout) { /* x, hashes, threshold, keep_scale, out */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const uint64_t *hashes = array(&c, 1, width ? n / width : 0, 0, "QL", 8);
+    const uint64_t threshold = word(&c, 2);
+    const double keep_scale = number(&c, 3);
+    void *out = reals(&c, 4, n, 1);
+    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->dropout(x, hashes, threshold, keep_scale, out, n / width, width));
+    return finish(&c, NULL);
+}
+
+METHOD(layer_norm) { /* x, weight, bias, eps, y, center, rstd */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const void *weight = reals(&c, 1, width, 0), *bias = reals(&c, 2, width, 0);
+    const double eps = number(&c, 3);
+    void *y = reals(&c, 4, n, 1), *center = reals(&c, 5, rows, 1), *rstd = reals(&c, 6, rows, 1);
+    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->layer_norm(x, weight, bias, eps, y, center, rstd, rows, width));
+    return finish(&c, NULL);
+}
+
+/* x, y, branch_bias or None, hashes or None, threshold, keep_scale, weight, bias, eps, sum, out, center, rstd */
+METHOD(residual_norm) {
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const void *y = reals(&c, 1, n, 0), *branch_bias = maybe_reals(&c, 2, width);
+    const uint64_t *hashes = maybe_hashes(&c, 3, rows);
+    const uint64_t threshold = word(&c, 4);
+    const double keep_scale = number(&c, 5);
+    const void *weight = reals(&c, 6, width, 0), *bias = reals(&c, 7, width, 0);
+    const double eps = number(&c, 8);
+    void *sum = reals(&c, 9, n, 1), *out = reals(&c, 10, n, 1);
+    void *center = reals(&c, 11, rows, 1), *rstd = reals(&c, 12, rows, 1);
+    if (!c.failed && n)
+        WITHOUT_LOCK(n, table(&c)->residual_norm(x, y, branch_bias, hashes, threshold, keep_scale, weight, bias, eps,
+                                                 sum, out, center, rstd, rows, width));
+    return finish(&c, NULL);
+}
+
+METHOD(layer_norm_backward) { /* grad, extra or None, x, center, rstd, weight, dx, dw, db, scratch */
+    CALL;
+    const void *grad = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const void *extra = maybe_reals(&c, 1, n), *x = reals(&c, 2, n, 0);
+    const void *center = reals(&c, 3, rows, 0), *rstd = reals(&c, 4, rows, 0), *weight = reals(&c, 5, width, 0);
+    void *dx = reals(&c, 6, n, 1), *dw = reals(&c, 7, width, 1), *db = reals(&c, 8, width, 1);
+    void *scratch = reals(&c, 9, 2 * width, 1);
+    if (!c.failed)
+        WITHOUT_LOCK(n, table(&c)->layer_norm_backward(grad, extra, x, center, rstd, weight, dx, dw, db, scratch, rows,
+                                                       width));
+    return finish(&c, NULL);
+}
+
+METHOD(softmax) { /* x, y */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    void *y = reals(&c, 1, n, 1);
+    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->softmax(x, y, n / width, width));
+    return finish(&c, NULL);
+}
+
+METHOD(softmax_backward) { /* grad, y, dx */
+    CALL;
+    const void *grad = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const void *y = reals(&c, 1, n, 0);
+    void *dx = reals(&c, 2, n, 1);
+    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->softmax_backward(grad, y, dx, n / width, width));
+    return finish(&c, NULL);
+}
+
+/* Targets that count must be columns: a wrong one would read outside the row. */
+static void check_targets(Call *c, const int64_t *targets, Py_ssize_t rows, Py_ssize_t width, int64_t ignore, int at) {
+    for (Py_ssize_t i = 0; !c->failed && i < rows; i++)
+        if (targets[i] != ignore && (targets[i] < 0 || targets[i] >= width))
+            fail(c, PyExc_ValueError, "holds a number that is no column", at);
+}
+
+METHOD(cross_entropy) { /* logits, targets, ignore, lse -> total */
+    CALL;
+    double total = 0.0;
+    const void *logits = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const int64_t *targets = integers(&c, 1, rows);
+    const int64_t ignore = whole(&c, 2);
+    void *lse = reals(&c, 3, rows, 1);
+    check_targets(&c, targets, rows, width, ignore, 1);
+    if (!c.failed) WITHOUT_LOCK(n, total = table(&c)->cross_entropy(logits, targets, ignore, lse, rows, width));
+    return finish(&c, c.failed ? NULL : PyFloat_FromDouble(total));
+}
+
+METHOD(cross_entropy_backward) { /* grad, logits, targets, lse, ignore, out */
+    CALL;
+    const double grad = number(&c, 0);
+    const void *logits = reals(&c, 1, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const int64_t *targets = integers(&c, 2, rows);
+    const void *lse = reals(&c, 3, rows, 0);
+    const int64_t ignore = whole(&c, 4);
+    void *out = reals(&c, 5, n, 1);
+    check_targets(&c, targets, rows, width, ignore, 2);
+    if (!c.failed)
+        WITHOUT_LOCK(n, table(&c)->cross_entropy_backward(grad, logits, targets, lse, ignore, out, rows, width));
+    return finish(&c, NULL);
+}
+
+METHOD(row_sum) { /* ids, rows (n, m), out (t, m): out[ids[i]] += rows[i] */
+    CALL;
+    const int64_t *ids = integers(&c, 0, -1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t num = elements(&c);
+    void *out = reals(&c, 2, -1, 1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t width = last_dim(&c), length = width ? elements(&c) / width : 0;
+    const void *rows = reals(&c, 1, num * width, 0);
+    for (Py_ssize_t i = 0; !c.failed && width && i < num; i++)
+        if (ids[i] < 0 || ids[i] >= length) fail(&c, PyExc_ValueError, "holds a number that is no row", 0);
+    if (!c.failed) WITHOUT_LOCK(num * width, table(&c)->row_sum(ids, rows, out, num, width));
+    return finish(&c, NULL);
+}
+
+METHOD(adamw) { /* p, g, m, v, beta1, 1 - beta1, beta2, 1 - beta2, eps, rate, keep */
+    CALL;
+    double numbers[7];
+    void *p = reals(&c, 0, -1, 1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    const void *g = reals(&c, 1, n, 0);
+    void *m = reals(&c, 2, n, 1), *v = reals(&c, 3, n, 1);
+    for (int i = 0; i < 7; i++) numbers[i] = number(&c, 4 + i);
+    if (!c.failed) WITHOUT_LOCK(n, table(&c)->adamw(p, g, m, v, n, numbers));
+    return finish(&c, NULL);
+}
+
+METHOD(sum_of_squares) { /* x -> float */
+    CALL;
+    double total = 0.0;
+    const void *x = reals(&c, 0, -1, 0);
+    if (!c.failed) {
+        const Py_ssize_t n = elements(&c);
+        WITHOUT_LOCK(n, total = table(&c)->sum_of_squares(x, n));
+    }
+    return finish(&c, c.failed ? NULL : PyFloat_FromDouble(total));
+}
+
+/* ------------------------------------------------------------------------------------------------------- attention */
+
+/* A (b, h, s, d) array whose last dim lies together. */
+static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
+    mt_heads x = {0};
+    if (call->failed) return x;
+    Py_buffer *b = take(call, at, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0), call->itemsize == 4 ? "f" : "d",
+                        call->itemsize);
+    if (!b) return x;
+    if (b->ndim != 4 || !b->len) return fail(call, PyExc_ValueError, "is not (b, h, s, d)", at), x;
+    if (!shape[3]) memcpy(shape, b->shape, 4 * sizeof *shape);
+    const Py_ssize_t size = b->itemsize;
+    if (memcmp(shape, b->shape, 4 * sizeof *shape)) return fail(call, PyExc_ValueError, "has another shape", at), x;
+    if (shape[3] > 1 && b->strides[3] != size) return fail(call, PyExc_ValueError, "has gaps in its last dim", at), x;
+    for (int i = 0; i < 3; i++)
+        if (b->strides[i] % size) return fail(call, PyExc_ValueError, "has odd strides", at), x;
+    x.data = b->buf;
+    x.b = b->strides[0] / size, x.h = b->strides[1] / size, x.s = b->strides[2] / size;
+    return x;
+}
+
+/* causal, scale, mask or None, hashes or None, threshold, keep_scale, scratch: from argument `at` on */
+static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], int backward) {
+    mt_attention a = {.b = shape[0], .h = shape[1], .s = shape[2], .d = shape[3]};
+    a.causal = (int)whole(c, at);
+    a.scale = number(c, at + 1);
+    if (!absent(c, at + 2)) {
+        const Py_buffer *b = take(c, at + 2, PyBUF_STRIDES, "?", 1);
+        if (b && b->ndim != 4) fail(c, PyExc_ValueError, "is not (b, h, s, s)", at + 2);
+        const Py_ssize_t full[4] = {shape[0], shape[1], shape[2], shape[2]};
+        for (int i = 0; !c->failed && i < 4; i++) {
+            if (b->shape[i] != full[i] && b->shape[i] != 1) fail(c, PyExc_ValueError, "has another shape", at + 2);
+            a.mask_strides[i] = b->shape[i] == 1 ? 0 : b->strides[i];
+        }
+        if (!c->failed) a.mask = b->buf;
+    }
+    a.rows = maybe_hashes(c, at + 3, shape[0] * shape[1] * shape[2]);
+    a.threshold = word(c, at + 4);
+    a.keep_scale = number(c, at + 5);
+    a.scratch = array(c, at + 6, -1, 1, "B", 1);
+    if (!c->failed && c->buffers[c->held - 1].len < table(c)->attention_scratch(a.s, a.d, backward))
+        fail(c, PyExc_ValueError, "is too short", at + 6);
+    return a;
+}
+
+METHOD(attention_scratch) { /* s, d, itemsize, backward -> bytes */
+    CALL;
+    const len s = whole(&c, 0), d = whole(&c, 1);
+    c.itemsize = whole(&c, 2);
+    const int backward = (int)whole(&c, 3);
+    if (s < 0 || s > 1 << 30) fail(&c, PyExc_ValueError, "is out of range", 0); /* bytes must fit 63 bits */
+    if (d < 0 || d > 1 << 24) fail(&c, PyExc_ValueError, "is out of range", 1);
+    return finish(&c, c.failed ? NULL : PyLong_FromSsize_t(table(&c)->attention_scratch(s, d, backward)));
+}
+
+METHOD(attention) { /* lse, q, k, v, out, then the setting */
+    CALL;
+    Py_ssize_t shape[4] = {0};
+    void *lse = reals(&c, 0, -1, 1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t num = elements(&c);
+    const mt_heads q = heads(&c, 1, shape, 0), k = heads(&c, 2, shape, 0), v = heads(&c, 3, shape, 0);
+    const mt_heads out = heads(&c, 4, shape, 1);
+    if (!c.failed && num != shape[0] * shape[1] * shape[2]) fail(&c, PyExc_ValueError, "has another length", 0);
+    if (c.failed) return finish(&c, NULL);
+    const mt_attention a = setting(&c, 5, shape, 0);
+    if (!c.failed) WITHOUT_LOCK(num * shape[3], table(&c)->attention(&a, q, k, v, out, lse));
+    return finish(&c, NULL);
+}
+
+METHOD(attention_backward) { /* lse, grad, q, k, v, y, dq, dk, dv, then the setting */
+    CALL;
+    Py_ssize_t shape[4] = {0};
+    const void *lse = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t num = elements(&c);
+    const mt_heads grad = heads(&c, 1, shape, 0), q = heads(&c, 2, shape, 0), k = heads(&c, 3, shape, 0);
+    const mt_heads v = heads(&c, 4, shape, 0), y = heads(&c, 5, shape, 0);
+    const mt_heads dq = heads(&c, 6, shape, 1), dk = heads(&c, 7, shape, 1), dv = heads(&c, 8, shape, 1);
+    if (!c.failed && num != shape[0] * shape[1] * shape[2]) fail(&c, PyExc_ValueError, "has another length", 0);
+    if (c.failed) return finish(&c, NULL);
+    const mt_attention a = setting(&c, 9, shape, 1);
+    if (!c.failed) WITHOUT_LOCK(num * shape[3], table(&c)->attention_backward(&a, grad, q, k, v, y, lse, dq, dk, dv));
+    return finish(&c, NULL);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- halves */
+
+METHOD(widen) { /* brain, x (16 bits), y (float) */
+    CALL;
+    const int brain = (int)whole(&c, 0);
+    const uint16_t *x = array(&c, 1, -1, 0, "H", 2);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    float *y = array(&c, 2, n, 1, "f", 4);
+    if (!c.failed) WITHOUT_LOCK(n, (brain ? chosen->halves->bfloat_to_float : chosen->halves->half_to_float)(x, y, n));
+    return finish(&c, NULL);
+}
+
+METHOD(narrow) { /* brain, x (float), y (16 bits) */
+    CALL;
+    const int brain = (int)whole(&c, 0);
+    const float *x = array(&c, 1, -1, 0, "f", 4);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    uint16_t *y = array(&c, 2, n, 1, "H", 2);
+    if (!c.failed) WITHOUT_LOCK(n, (brain ? chosen->halves->float_to_bfloat : chosen->halves->float_to_half)(x, y, n));
+    return finish(&c, NULL);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- levels */
+
+METHOD(levels) { /* -> names, lowest first, of the levels that this CPU runs */
+    (void)self, (void)args, (void)count;
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names && i < NUM_LEVELS; i++) {
+        if (!runs_here(i)) break;
+        PyObject *name = PyUnicode_FromString(LEVELS[i].single->level);
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+METHOD(use) { /* name */
+    CALL;
+    const char *name = count == 1 ? PyUnicode_AsUTF8(args[0]) : NULL;
+    for (int i = 0; name && i < NUM_LEVELS; i++)
+        if (!strcmp(name, LEVELS[i].single->level) && runs_here(i)) {
+            chosen = &LEVELS[i];
+            return finish(&c, NULL);
+        }
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no such level on this CPU");
+    return NULL;
+}
+
+#define ENTRY(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+
+static PyMethodDef METHODS[] = {
+    ENTRY(gelu), ENTRY(gelu_backward), ENTRY(residual), ENTRY(dropout), ENTRY(layer_norm), ENTRY(residual_norm),
+    ENTRY(layer_norm_backward), ENTRY(softmax), ENTRY(softmax_backward), ENTRY(cross_entropy),
+    ENTRY(cross_entropy_backward), ENTRY(row_sum), ENTRY(adamw), ENTRY(sum_of_squares), ENTRY(attention_scratch),
+    ENTRY(attention), ENTRY(attention_backward), ENTRY(widen), ENTRY(narrow), ENTRY(levels), ENTRY(use),
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_compiled", "Compiled kernels; see mpitrain.kernels.", -1,
+                                    METHODS, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__compiled(void) { return PyModule_Create(&MODULE); }

@@ -1,0 +1,75 @@
+/* What each build of the kernels offers: one table a CPU level and precision.
+ *
+ * All arrays are C-contiguous unless strides are given; lengths and strides count elements.  No kernel allocates: what
+ * scratch it needs is handed in.  None keeps a state, and none uses more than one thread.
+ */
+#ifndef MPITRAIN_TABLE_H
+#define MPITRAIN_TABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef ptrdiff_t len;
+
+/* (b, h, s, d) with any strides but that of d, which is 1. */
+typedef struct {
+    void *data;
+    len b, h, s;
+} mt_heads;
+
+typedef struct {
+    len b, h, s, d;
+    double scale;
+    int causal;
+    const uint8_t *mask;     /* nonzero where a query may look, or NULL */
+    len mask_strides[4];     /* bytes; 0 where the mask is broadcast */
+    const uint64_t *rows;    /* (b, h, s) hashes of the queries' dropout, or NULL */
+    uint64_t threshold;      /* keep a weight whose word is at least this, which is below 2^32 */
+    double keep_scale;       /* 1 / (1 - p) */
+    void *scratch;           /* of attention_scratch bytes */
+} mt_attention;
+
+typedef struct {
+    const char *level;
+    len itemsize;
+
+    void (*gelu)(int exact, const void *x, const void *bias, void *y, void *slope, len rows, len width);
+    void (*gelu_backward)(const void *grad, const void *slope, void *dx, void *db, void *scratch, len rows, len width);
+    void (*residual)(const void *x, const void *y, const void *bias, const uint64_t *hashes, uint64_t threshold,
+                     double keep_scale, void *out, len rows, len width);
+    void (*dropout)(const void *x, const uint64_t *hashes, uint64_t threshold, double keep_scale, void *out, len rows,
+                    len width);
+    void (*layer_norm)(const void *x, const void *weight, const void *bias, double eps, void *y, void *center,
+                       void *rstd, len rows, len width);
+    void (*residual_norm)(const void *x, const void *y, const void *branch_bias, const uint64_t *hashes,
+                          uint64_t threshold, double keep_scale, const void *weight, const void *bias, double eps,
+                          void *sum, void *out, void *center, void *rstd, len rows, len width);
+    void (*layer_norm_backward)(const void *grad, const void *extra, const void *x, const void *center,
+                                const void *rstd, const void *weight, void *dx, void *dw, void *db, void *scratch,
+                                len rows, len width);
+    void (*softmax)(const void *x, void *y, len rows, len width);
+    void (*softmax_backward)(const void *grad, const void *y, void *dx, len rows, len width);
+    double (*cross_entropy)(const void *logits, const int64_t *targets, int64_t ignore, void *lse, len rows, len width);
+    void (*cross_entropy_backward)(double grad, const void *logits, const int64_t *targets, const void *lse,
+                                   int64_t ignore, void *out, len rows, len width);
+    void (*row_sum)(const int64_t *ids, const void *rows, void *out, len count, len width);
+    void (*adamw)(void *p, const void *g, void *m, void *v, len count, const double *numbers);
+    double (*sum_of_squares)(const void *x, len count);
+    len (*attention_scratch)(len s, len d, int backward);
+    void (*attention)(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v, mt_heads out, void *lse);
+    void (*attention_backward)(const mt_attention *a, mt_heads grad, mt_heads q, mt_heads k, mt_heads v, mt_heads y,
+                               const void *lse, mt_heads dq, mt_heads dk, mt_heads dv);
+} mt_table;
+
+/* Half precision is storage only: it is widened to float, computed with, and narrowed. */
+typedef struct {
+    void (*half_to_float)(const uint16_t *x, float *y, len count);
+    void (*float_to_half)(const float *x, uint16_t *y, len count);
+    void (*bfloat_to_float)(const uint16_t *x, float *y, len count);
+    void (*float_to_bfloat)(const float *x, uint16_t *y, len count);
+} mt_halves;
+
+#define MT_PASTE2(a, b, c) a##_##b##_##c
+#define MT_PASTE(a, b, c) MT_PASTE2(a, b, c)
+
+#endif

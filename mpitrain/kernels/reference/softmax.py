@@ -1,0 +1,83 @@
+"""Softmax and the loss on it: the formulas in NumPy (or CuPy), over blocks of rows that stay in cache."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpitrain.backend import Array, array_module
+from mpitrain.kernels.blocks import row_blocks, wide
+
+
+def softmax(x: Array, dim: int, mask: Array | None) -> Array:
+    """exp(x) over its sum along `dim`; 0 where the bool mask is False, also if it is False for a whole row."""
+    xp = array_module(x)
+    y = x.astype(wide(x.dtype), copy=True)
+    if mask is not None:
+        xp.copyto(y, -math.inf, where=~mask)
+    # A row without any key has maximum -inf; -inf minus the lowest finite number stays -inf, whose exp is 0.
+    y -= xp.maximum(y.max(axis=dim, keepdims=True), xp.finfo(y.dtype).min) if y.size else 0
+    xp.exp(y, out=y)
+    # The largest element contributes exactly 1, so only a row without any key has a sum below 1.
+    y /= xp.maximum(y.sum(axis=dim, keepdims=True), 1.0)
+    return y.astype(x.dtype, copy=False)
+
+
+def softmax_backward(grad: Array, y: Array, dim: int) -> Array:
+    """y (grad - sum(grad y)) along `dim`."""
+    compute = wide(y.dtype)
+    p, g = y.astype(compute, copy=False), grad.astype(compute, copy=False)
+    gp = g * p
+    total = gp.sum(axis=dim, keepdims=True)
+    gp -= p * total
+    return gp.astype(y.dtype, copy=False)
+
+
+def cross_entropy(logits: Array, targets: Array, ignore: int) -> tuple[Array, Array]:
+    """Sum over rows of log(sum(exp(logits))) - logits[target], rows whose target is `ignore` left out.
+
+    Args:
+        logits: (n, v).
+        targets: (n,) integers.
+        ignore: the target that does not count.
+
+    Returns:
+        (total, lse): total () in at least float32; lse (n,), the logarithm of the sum.  With the logits it is all
+        that backward needs: no array of probabilities is kept.
+    """
+    xp = array_module(logits)
+    num_rows, width = logits.shape
+    compute = wide(logits.dtype)
+    lse, picked = xp.empty(num_rows, compute), xp.empty(num_rows, compute)
+    valid = targets != ignore
+    columns = xp.where(valid, targets, 0)
+    for block in row_blocks(xp, num_rows, width):
+        z = logits[block].astype(compute, copy=False)
+        highest = z.max(axis=1, keepdims=True)
+        picked[block] = z[xp.arange(z.shape[0]), columns[block]]
+        z = z - highest
+        xp.exp(z, out=z)
+        total = z.sum(axis=1)
+        xp.log(total, out=total)
+        total += highest[:, 0]
+        lse[block] = total
+    losses = xp.where(valid, lse - picked, 0)
+    return xp.asarray(losses.sum(dtype=np.float64), dtype=compute), lse
+
+
+def cross_entropy_backward(grad: Array, logits: Array, targets: Array, lse: Array, ignore: int) -> Array:
+    """grad (softmax(logits) - one_hot(target)), exactly 0 in rows that do not count."""
+    xp = array_module(logits)
+    num_rows, width = logits.shape
+    compute = wide(logits.dtype)
+    d_logits = xp.empty((num_rows, width), logits.dtype)
+    valid = targets != ignore
+    columns = xp.where(valid, targets, 0)
+    scale = xp.where(valid, grad.astype(compute, copy=False), 0).astype(compute, copy=False)[:, None]
+    for block in row_blocks(xp, num_rows, width):
+        p = logits[block].astype(compute, copy=False) - lse[block, None]
+        xp.exp(p, out=p)
+        p[xp.arange(p.shape[0]), columns[block]] -= 1.0
+        xp.multiply(p, scale[block], out=d_logits[block])
+    return d_logits

@@ -1,0 +1,132 @@
+"""The door: device arrays go through the host and come back to the device, by name and in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from strict_array import crossings, ndarray
+
+from mpitrain.collectives import ARROWS, AllToAll, MaxOver, Shift
+from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.world import world
+from mpitrain.errors import CommError, ShapeError
+
+
+def arrived(y: Any, truth: np.ndarray) -> None:
+    assert isinstance(y, ndarray)
+    np.testing.assert_array_equal(y.get(), truth)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_verb_takes_and_gives_device_arrays(cupy, ranks, deterministic):
+    def main() -> None:
+        w = world()
+        w.set_deterministic(deterministic)
+        n, me = w.size, w.rank
+        host = np.arange(6.0 * n).reshape(2 * n, 3) + me
+        total = np.arange(6.0 * n).reshape(2 * n, 3) * n + sum(range(n))
+        x = cupy.asarray(host)
+        of_rank = [host - me + rank for rank in range(n)]
+
+        arrived(w.all_reduce(x), total)
+        arrived(w.iall_reduce(x).wait(), total)
+        arrived(w.all_reduce(x, "max"), of_rank[-1])
+        arrived(w.all_reduce(x[::2].T), total[::2].T)
+        out = cupy.zeros((2 * n, 3))
+        assert w.all_reduce(x, out=out) is out
+        arrived(out, total)
+        half = cupy.asarray(host.astype(np.float16))
+        wide = cupy.zeros((2 * n, 3), np.float32)
+        assert w.all_reduce(half, out=wide) is wide
+        arrived(wide, total.astype(np.float32))
+        assert w.iall_reduce(x, out=x).wait() is x
+        arrived(x, total)
+        x = cupy.asarray(host)
+        arrived(w.reduce_scatter(x), np.split(total, n)[me])
+        arrived(w.reduce_scatter(x.T, 1), np.split(total.T, n, 1)[me])
+        arrived(w.all_gather(x), np.concatenate(of_rank))
+        arrived(w.all_gather(x, -1), np.concatenate(of_rank, 1))
+        arrived(w.all_to_all(x), np.concatenate([np.split(part, n)[me] for part in of_rank]))
+        arrived(w.all_to_all(x, 1, 0), np.concatenate([np.split(part, n)[me] for part in of_rank], 1))
+        arrived(w.broadcast(x, n - 1), of_rank[-1])
+        arrived(w.shift(x), of_rank[(me - 1) % n])
+        if n > 1:
+            landing = cupy.zeros((2 * n, 3))
+            arrives = w.irecv((2 * n, 3), "f8", (me - 1) % n, out=landing)
+            w.isend(x, (me + 1) % n).wait()
+            assert arrives.wait() is landing
+            arrived(landing, of_rank[(me - 1) % n])
+            into = cupy.zeros((2 * n, 3))
+            sends = w.isend(x, (me + 1) % n)
+            assert w.recv((2 * n, 3), "f8", (me - 1) % n, out=into) is into
+            sends.wait()
+            arrived(into, of_rank[(me - 1) % n])
+
+    LocalWorld(ranks).run(main)
+
+
+def test_slices_of_different_lengths_change_places(cupy):
+    def main() -> None:
+        w = world()
+        counts = ([1, 2], [1, 2])[w.rank], ([1, 1], [2, 2])[w.rank]
+        x = cupy.asarray(np.arange(6.0).reshape(3, 2) + 10 * w.rank)
+        expected = {0: [[0, 1], [10, 11]], 1: [[2, 3], [4, 5], [12, 13], [14, 15]]}
+        arrived(w.all_to_all(x, counts=counts), np.array(expected[w.rank], float))
+
+    LocalWorld(2).run(main)
+
+
+def test_a_message_crosses_once_each_way(cupy):
+    def main() -> None:
+        x = cupy.zeros(1000)
+        with crossings() as counted:
+            world().all_reduce(x, out=x)
+        assert counted == {"get": 1, "asarray": 1}
+
+    LocalWorld(2).run(main)
+
+
+@pytest.mark.parametrize("arrow", [*ARROWS, MaxOver], ids=lambda arrow: arrow.title())
+def test_every_differentiable_message_has_the_bits_of_numpy(cupy, arrow):
+    statics: list[dict[str, Any]] = [{"dim": 0}, {"dim": 1}]
+    if arrow is AllToAll:
+        statics = [{"i": 0, "j": 0}, {"i": 1, "j": 0}]
+    elif arrow is Shift:
+        statics = [{"dim": 0, "k": 1}]
+    elif arrow is MaxOver or not any(hasattr(side, "argument") for side in arrow.arrow):
+        statics = [{}]
+
+    def main() -> None:
+        axis = world()
+        axis.set_deterministic(True)
+        x = np.random.default_rng(axis.rank).standard_normal((4, 6, 2))
+        for static in statics:
+            y, saved = arrow.forward(cupy.asarray(x), axis=axis, **static)
+            z, other = arrow.forward(x, axis=axis, **static)
+            arrived(y, z)
+            (dx,) = arrow.backward(y * 2, *saved, wanted=(True,), axis=axis, **static)
+            (dz,) = arrow.backward(z * 2, *other, wanted=(True,), axis=axis, **static)
+            assert dx is dz is None or isinstance(dx, ndarray)
+            if dx is not None:
+                arrived(dx, dz)
+
+    LocalWorld(2).run(main)
+
+
+def test_mistakes_are_told_as_for_host_arrays(cupy):
+    def main() -> None:
+        w = world()
+        x = cupy.zeros((3, 2))
+        with pytest.raises(ShapeError, match=r"shape \(3, 2\) has no dim 2"):
+            w.all_gather(x, 2)
+        with pytest.raises(ShapeError, match="dim 0 of shape"):
+            w.reduce_scatter(x)
+        with pytest.raises(ShapeError, match="out has shape"):
+            w.all_reduce(x, out=cupy.zeros(3))
+        with pytest.raises(CommError, match="out is float32, the array float64"):
+            w.all_reduce(x, out=cupy.zeros((3, 2), np.float32))
+
+    LocalWorld(2).run(main)

@@ -1,0 +1,299 @@
+"""The compiled module by itself: whatever it is given, it computes or it raises; it never crashes.
+
+`mpitrain.kernels.compiled` hands in nothing that does not fit, but a mistake there must not become a wild write.
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+_compiled = pytest.importorskip("mpitrain.kernels._compiled", reason="mpitrain was built without a C compiler")
+
+SHAPE = (1, 2, 5, 3)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def good():
+    """Arguments of every function that are right; the shapes are those of rows of 6, or (b, h, s, d) for attention."""
+    x, v, r = zeros(4, 6), zeros(6), zeros(4, 1)
+    hashes, targets = np.zeros(4, np.uint64), np.zeros(4, np.int64)
+    heads, queries = [zeros(*SHAPE) for _ in range(8)], zeros(1, 2, 5)
+    rows, mask = np.zeros((1, 2, 5), np.uint64), np.ones((1, 1, 5, 5), bool)
+    scratch = np.zeros(max(_compiled.attention_scratch(5, 3, 4, back) for back in (0, 1)), np.uint8)
+    setting = [1, 0.5, mask, rows, 7, 1.5, scratch]
+    return {
+        "gelu": [0, x, v, x.copy(), x.copy()],
+        "gelu_backward": [x, x.copy(), x.copy(), v, v.copy()],
+        "residual": [x, x.copy(), v, hashes, 7, 1.5, x.copy()],
+        "residual_norm": [
+            *(x, x.copy(), v, hashes, 7, 1.5, v.copy(), v.copy(), 1e-5),
+            *(x.copy(), x.copy(), r, r.copy()),
+        ],
+        "dropout": [x, hashes, 7, 1.5, x.copy()],
+        "layer_norm": [x, v, v.copy(), 1e-5, x.copy(), r, r.copy()],
+        "layer_norm_backward": [x, x.copy(), x.copy(), r, r.copy(), v, x.copy(), v.copy(), v.copy(), zeros(12)],
+        "softmax": [x, x.copy()],
+        "softmax_backward": [x, x.copy(), x.copy()],
+        "cross_entropy": [x, targets, -100, zeros(4)],
+        "cross_entropy_backward": [1.0, x, targets, zeros(4), -100, x.copy()],
+        "row_sum": [targets, x, zeros(3, 6)],
+        "adamw": [v, v.copy(), v.copy(), v.copy(), 0.9, 0.1, 0.99, 0.01, 1e-8, 0.1, 1.0],
+        "sum_of_squares": [x],
+        "attention_scratch": [5, 3, 4, 1],
+        "attention": [queries, *heads[:4], *setting],
+        "attention_backward": [queries, *heads, *setting],
+        "widen": [0, zeros(8, dtype=np.uint16), zeros(8)],
+        "narrow": [0, zeros(8), zeros(8, dtype=np.uint16)],
+    }
+
+
+OPTIONAL = {("gelu", 2), ("residual", 2), ("residual", 3), ("layer_norm_backward", 1)}
+OPTIONAL |= {("residual_norm", 2), ("residual_norm", 3)}
+OPTIONAL |= {("attention", 7), ("attention", 8), ("attention_backward", 11), ("attention_backward", 12)}
+WRITTEN = {
+    "gelu": [3, 4],
+    "gelu_backward": [2, 3, 4],
+    "residual": [6],
+    "residual_norm": [9, 10, 11, 12],
+    "dropout": [4],
+    "layer_norm": [4, 5, 6],
+    "layer_norm_backward": [6, 7, 8, 9],
+    "softmax": [1],
+    "softmax_backward": [2],
+    "cross_entropy": [3],
+    "cross_entropy_backward": [5],
+    "row_sum": [2],
+    "adamw": [0, 2, 3],
+    "attention": [0, 4, 11],
+    "attention_backward": [6, 7, 8, 15],
+    "widen": [2],
+    "narrow": [2],
+}
+FUNCTIONS = pytest.mark.parametrize("name", good())
+REFUSALS = (TypeError, ValueError, BufferError)
+
+
+def arrays_of(name):
+    return [i for i, value in enumerate(good()[name]) if isinstance(value, np.ndarray)]
+
+
+def refuses(name, at, value):
+    arguments = good()[name]
+    arguments[at] = value
+    with pytest.raises(REFUSALS):
+        getattr(_compiled, name)(*arguments)
+
+
+def test_this_file_knows_every_function():
+    functions = {name for name in dir(_compiled) if not name.startswith("_")}
+    assert functions == {*good(), "levels", "use"}
+
+
+@FUNCTIONS
+def test_right_arguments_are_taken(name, compiled_level):
+    getattr(_compiled, name)(*good()[name])
+    for function, at in OPTIONAL:
+        if function == name:
+            arguments = good()[name]
+            arguments[at] = None
+            getattr(_compiled, name)(*arguments)
+
+
+@FUNCTIONS
+def test_missing_arguments_are_refused(name):
+    arguments = good()[name]
+    for count in range(len(arguments)):
+        with pytest.raises(TypeError, match=f"argument {count}: is missing|argument"):
+            getattr(_compiled, name)(*arguments[:count])
+
+
+@FUNCTIONS
+def test_none_and_strangers_are_refused_where_an_array_belongs(name):
+    for at in arrays_of(name):
+        for value in (3, "text", object(), [1.0], b"bytes"):
+            refuses(name, at, value)
+        if (name, at) not in {*OPTIONAL, ("gelu_backward", 3)}:
+            refuses(name, at, None)
+
+
+@FUNCTIONS
+def test_strangers_are_refused_where_a_number_belongs(name):
+    for at, value in enumerate(good()[name]):
+        if isinstance(value, int | float):
+            for wrong in (None, "text", np.zeros(3)):
+                refuses(name, at, wrong)
+
+
+@FUNCTIONS
+def test_another_dtype_is_refused(name):
+    for at in arrays_of(name):
+        array = good()[name][at]
+        for dtype in (np.float16, np.float64, np.int32, np.complex64, np.uint8, ">f4", "S4", bool, np.uint16, np.int64):
+            wrong = np.zeros(array.shape, dtype)
+            same_kind = wrong.dtype.kind in "iu" and array.dtype.kind in "iu" and wrong.itemsize == array.itemsize
+            if wrong.dtype != array.dtype and not same_kind and len(arrays_of(name)) > 1:
+                refuses(name, at, wrong)
+    refuses("sum_of_squares", 0, zeros(3, dtype=np.int32))
+    refuses("sum_of_squares", 0, zeros(3, dtype=np.longdouble))
+    refuses("adamw", 0, np.zeros(6, [("a", "f4")]))
+
+
+@FUNCTIONS
+def test_another_length_is_refused(name):
+    """One element more or less in any array but the one that says how many there are."""
+    first = {"attention": 1, "attention_backward": 1, "row_sum": 2, "cross_entropy_backward": 1, "gelu": 1}
+    first |= {"widen": 1, "narrow": 1}
+    for at in arrays_of(name):
+        array = good()[name][at]
+        if at == first.get(name, 0):
+            continue
+        for change in (-1, 1) if array.dtype != np.uint8 else ():  # scratch may be longer
+            flat = np.zeros(array.size + change, array.dtype)
+            refuses(name, at, flat)
+            refuses(name, at, flat.reshape(-1, 1) if array.ndim != 4 else flat.reshape(1, 1, 1, -1))
+        refuses(name, at, np.zeros(0, array.dtype))
+
+
+@FUNCTIONS
+def test_gaps_and_misplaced_elements_are_refused(name):
+    for at in arrays_of(name):
+        array = good()[name][at]
+        gapped = np.repeat(array, 2, axis=-1)[..., ::2]
+        boolean = array.dtype == bool
+        if array.shape[-1] > 1 and not boolean:
+            refuses(name, at, gapped)
+        if array.itemsize > 1:
+            refuses(name, at, np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape))
+
+
+@FUNCTIONS
+def test_what_may_not_be_written_is_refused(name):
+    for at in WRITTEN.get(name, ()):
+        array = good()[name][at]
+        array.flags.writeable = False
+        refuses(name, at, array)
+
+
+def test_the_bias_of_gelu_is_left_out_with_its_scratch():
+    grad, slope, dx, _, scratch = good()["gelu_backward"]
+    _compiled.gelu_backward(grad, slope, dx, None, scratch[:0])
+    refuses("gelu_backward", 3, None)
+
+
+def test_numbers_that_are_no_row_or_column_are_refused():
+    for wrong in (-1, 6, 2**40, -(2**62), np.iinfo(np.int64).min):
+        targets = np.array([0, 5, -100, wrong])
+        refuses("cross_entropy", 1, targets)
+        refuses("cross_entropy_backward", 2, targets)
+    for wrong in (-1, 3, 2**40, np.iinfo(np.int64).min):
+        refuses("row_sum", 0, np.array([0, 2, 1, wrong]))
+
+
+THRESHOLDS = ("dropout", 2), ("residual", 4), ("residual_norm", 4), ("attention", 9), ("attention_backward", 13)
+
+
+def test_thresholds_that_are_no_word_are_refused():
+    for wrong in (-1, 2**32, 2**63, 1.5):
+        for name, at in THRESHOLDS:
+            arguments = good()[name]
+            arguments[at] = wrong
+            with pytest.raises((TypeError, ValueError, OverflowError)):
+                getattr(_compiled, name)(*arguments)
+
+
+def test_attention_refuses_other_shapes():
+    for name in ("attention", "attention_backward"):
+        for at in (1, 2, 3, 4):
+            for i in range(4):  # another length of one dim, or none at all
+                for length in (0, SHAPE[i] + 1):
+                    refuses(name, at, zeros(*SHAPE[:i], length, *SHAPE[i + 1 :]))
+            refuses(name, at, zeros(*SHAPE[1:]))
+        mask, scratch = (7, 11) if name == "attention" else (11, 15)
+        for shape in ((1, 1, 5, 4), (2, 1, 5, 5), (1, 3, 1, 1), (5, 5), (1, 1, 6, 5), (1, 1, 5, 0)):
+            refuses(name, mask, np.ones(shape, bool))
+        refuses(name, scratch, np.zeros(_compiled.attention_scratch(5, 3, 4, name != "attention") - 1, np.uint8))
+    for wrong in ((-1, 3, 4, 0), (3, -1, 4, 0), (2**62, 2**62, 4, 1)):
+        with pytest.raises(ValueError, match="out of range"):
+            _compiled.attention_scratch(*wrong)
+
+
+def test_levels_by_a_wrong_name_are_refused():
+    for wrong in ((), ("numpy",), ("x86-64-v9",), (3,), (None,), ("baseline", "baseline")):
+        with pytest.raises((TypeError, ValueError)):
+            _compiled.use(*wrong)
+
+
+FUZZ = """
+import sys, time
+import numpy as np
+sys.path.insert(0, {folder!r})
+from test_kernel_binding import _compiled, good
+
+rng = np.random.default_rng({seed})
+pick = lambda things: things[rng.integers(len(things))]
+DTYPES = ["f4", "f8", "f2", "i4", "i8", "u8", "u2", "u1", "?", "c8", ">f4", "S3", "O"]
+
+def strange(value):
+    if rng.random() < 0.15:
+        return pick([None, 0, -1, 7, 2**31, 2**63, -2**63, 1e300, float("nan"), "x", b"", [], {{}}, np.float32(3)])
+    shape = tuple(int(n) for n in rng.integers(0, 7, rng.integers(0, 5)))
+    if isinstance(value, np.ndarray) and rng.random() < 0.7:
+        shape = tuple(max(0, n + int(rng.integers(-1, 2)) * int(rng.random() < 0.3)) for n in value.shape)
+    dtype = value.dtype if isinstance(value, np.ndarray) and rng.random() < 0.6 else np.dtype(pick(DTYPES))
+    array = np.zeros(shape, dtype)
+    if dtype.kind in "iu" and rng.random() < 0.5:
+        array[...] = rng.integers(-3 if dtype.kind == "i" else 0, 9, shape)
+    for _ in range(rng.integers(0, 3)):
+        if array.ndim:
+            which = rng.integers(5)
+            if which == 0: array = array[::-1]
+            if which == 1: array = array.T
+            if which == 2: array = array[..., ::2]
+            if which == 3: array = np.broadcast_to(array, (2, *array.shape))
+            if which == 4: array = array.reshape(-1)
+    return array
+
+levels, end, refused, taken = _compiled.levels(), time.monotonic() + {seconds}, 0, 0
+while time.monotonic() < end:
+    _compiled.use(pick(levels))
+    name, arguments = pick(list(good().items()))
+    if rng.random() < 0.3:  # all of double precision
+        arguments = [a.astype(np.float64) if getattr(a, "dtype", None) == np.float32 else a for a in arguments]
+    for _ in range(rng.integers(0, 3)):
+        at = rng.integers(len(arguments))
+        arguments[at] = strange(arguments[at])
+    if rng.random() < 0.1:
+        del arguments[rng.integers(len(arguments))]
+    try:
+        with np.errstate(all="ignore"):
+            getattr(_compiled, name)(*arguments)
+        taken += 1
+    except (TypeError, ValueError, BufferError, OverflowError):
+        refused += 1
+print(refused, taken)
+"""
+
+
+def fuzz(seconds, seed):
+    code = FUZZ.format(folder=str(__file__).rpartition("/")[0], seconds=seconds, seed=seed)
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [int(count) for count in run.stdout.split()]
+
+
+def test_random_arguments_are_computed_or_refused():
+    refused, taken = fuzz(1.5, seed=1)
+    assert refused > 100
+    assert taken > 100
+
+
+@pytest.mark.slow
+def test_many_random_arguments_are_computed_or_refused():
+    refused, taken = fuzz(60, seed=2)
+    assert refused + taken > 10_000
