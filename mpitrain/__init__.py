@@ -9,6 +9,10 @@ The public names, in the order in which one meets them.  They are imported when 
 from importlib import import_module
 from typing import Any
 
+from mpitrain.blas import load_numpy
+
+load_numpy()  # before any module here imports it
+
 __version__ = "0.1.0"
 
 _HOMES = {

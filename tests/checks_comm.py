@@ -323,7 +323,7 @@ def sums_longer_than_a_segment_are_in_order(world: World) -> None:
 
 
 def sums_of_a_few_elements_are_in_order_when_they_are_cut(world: World) -> None:
-    """Fewer elements than ranks leave the last ranks nothing to add up, in place or not, whole or segment by segment."""
+    """Fewer elements than ranks leave the last ranks nothing to add up; whole or by segments, in place or not."""
     n, me = world.size, world.rank
     small, slice_bytes = ordered.SMALL, ordered.SLICE
     world.barrier()

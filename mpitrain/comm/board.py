@@ -8,7 +8,7 @@ A *channel* is what two ranks must agree about: the collectives of one communica
 another on it.  If I wait in call 41 of a channel and a member that has LEFT entered it 40 times, I wait for ever;
 that comparison (watch.py makes it) needs no message and no help from the one who is gone.
 
-Entering and leaving a call costs 1.1 us.
+Entering and leaving a call costs 1.3 us.
 """
 
 from __future__ import annotations

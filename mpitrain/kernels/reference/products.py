@@ -19,7 +19,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
         out: where to write; its dtype may be wider than that of a and b.
     """
     xp = array_module(a, b)
-    dtype = np.result_type(a.dtype, b.dtype)
+    dtype = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
     compute = wide(dtype)
     a, b = _for_blas(xp, a, compute), _for_blas(xp, b, compute)
     if out is not None and out.dtype == compute:
@@ -36,7 +36,7 @@ def _for_blas(xp: Any, x: Array, dtype: Any) -> Array:
     # stride or a broadcast dim has stride 0.
     if x.dtype != dtype:
         return x.astype(dtype)
-    if x.ndim < 2 or x.size == 0:
+    if x.ndim < 2 or x.size == 0 or x.flags.c_contiguous:
         return x
     near, far, size = x.strides[-1], x.strides[-2], x.itemsize
     if (near == size and far >= size * x.shape[-1]) or (far == size and near >= size * x.shape[-2]):
