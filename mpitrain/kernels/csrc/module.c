@@ -7,6 +7,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <string.h>
+#ifdef MT_X86
+#include <cpuid.h>
+#endif
 #include "table.h"
 
 #define DECLARE(level)                                                     \
@@ -34,11 +37,22 @@ enum { NUM_LEVELS = sizeof LEVELS / sizeof *LEVELS };
 
 static const Level *chosen = &LEVELS[0]; /* the process's choice: kernels.select */
 
+#ifdef MT_X86
+/* What the compiler may use at x86-64-v3 besides vectors, by CPUID: compilers know different names for these. */
+static int has_v3_scalars(void) {
+    unsigned a, b, c, d;
+    const unsigned fma = 1u << 12, movbe = 1u << 22, f16c = 1u << 29, bmi = 1u << 3, bmi2 = 1u << 8, lzcnt = 1u << 5;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (fma | movbe | f16c)) != (fma | movbe | f16c)) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & (bmi | bmi2)) != (bmi | bmi2)) return 0;
+    return __get_cpuid(0x80000001u, &a, &b, &c, &d) && (c & lzcnt);
+}
+#endif
+
 static int runs_here(int level) {
 #ifdef MT_X86
     __builtin_cpu_init();
-#define HAS(feature) __builtin_cpu_supports(feature)
-    if (level == 1) return HAS("avx2") && HAS("fma") && HAS("bmi2");
+#define HAS(feature) __builtin_cpu_supports(feature) /* by the processor, and saved by the operating system */
+    if (level == 1) return HAS("avx2") && HAS("fma") && has_v3_scalars();
     if (level == 2)
         return runs_here(1) && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") &&
                HAS("avx512cd");
