@@ -244,6 +244,9 @@ set_up() {
   exec 9>&-
   rm -f "$log"
   echo "run_mpi.sh: set up in $((SECONDS - start)) s" >&2
+  if [ -d "$root/mpitrain/kernels" ] && ! compgen -G "$root/mpitrain/kernels/_compiled*.so" >/dev/null; then
+    echo "run_mpi.sh: the C kernels were not built, NumPy's are slower; ./run_mpi.sh doctor says what to do" >&2
+  fi
 }
 
 unset PYTHONHOME

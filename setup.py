@@ -7,10 +7,13 @@ then serves, and says so.
 
 import os
 import platform
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 SOURCES = "mpitrain/kernels/csrc"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -22,29 +25,48 @@ PRECISIONS = {"float": 1, "double": 0}
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 
+class Job(NamedTuple):
+    """One call of the compiler."""
+
+    folder: str
+    source: str
+    macros: list[tuple[str, str]]
+    flags: list[str]
+
+
+def jobs() -> Iterator[Job]:
+    """All calls of the compiler but that for the module."""
+    for suffix, (name, flags) in LEVELS.items():
+        macros = [("LEVEL", suffix), ("MT_LEVEL_NAME", f'"{name}"')]
+        yield Job(suffix, "halves.c", macros, flags)
+        for real, is_float in PRECISIONS.items():
+            both = [*macros, ("REAL", real), ("REAL_IS_FLOAT", str(is_float))]
+            yield Job(f"{suffix}-{real}", "kernels.c", both, flags)
+
+
 class BuildKernels(build_ext):
     """One source, one object for each level and precision."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile the objects of all levels, then the module with them."""
-        jobs = []
-        for suffix, (name, flags) in LEVELS.items():
-            macros = [("LEVEL", suffix), ("MT_LEVEL_NAME", f'"{name}"')]
-            jobs.append((suffix, "halves.c", macros, flags))
-            for real, is_float in PRECISIONS.items():
-                both = [*macros, ("REAL", real), ("REAL_IS_FLOAT", str(is_float))]
-                jobs.append((f"{suffix}-{real}", "kernels.c", both, flags))
-
-        def compile_one(job: tuple) -> list[str]:
-            folder, source, macros, flags = job
-            target = os.path.join(self.build_temp, folder)
-            return self.compiler.compile(
-                [f"{SOURCES}/{source}"], output_dir=target, macros=macros, extra_postargs=[*FLAGS, *flags]
-            )
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            ext.extra_objects = [path for paths in pool.map(compile_one, jobs) for path in paths]
+        """Compile the objects of all levels, then the module with them; nothing if no source is newer than it."""
+        if self.force or newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name), "newer"):
+            self._forget(ext)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                ext.extra_objects = [path for paths in pool.map(self._compile, jobs()) for path in paths]
         super().build_extension(ext)
+
+    def _forget(self, ext: Extension) -> None:
+        """Remove what was built before: where compiling fails, old kernels must not pass for the new ones."""
+        beside = os.path.join(*ext.name.split(".")[:-1], os.path.basename(self.get_ext_filename(ext.name)))
+        for path in {self.get_ext_fullpath(ext.name), beside}:
+            if os.path.exists(path):
+                os.remove(path)
+
+    def _compile(self, job: Job) -> list[str]:
+        target = os.path.join(self.build_temp, job.folder)
+        return self.compiler.compile(
+            [f"{SOURCES}/{job.source}"], output_dir=target, macros=job.macros, extra_postargs=[*FLAGS, *job.flags]
+        )
 
 
 setup(

@@ -113,7 +113,7 @@ def _table(result: Result) -> str:
     ]
     for row, figure in figures_of(result):
         if figure is None:
-            cells = ["-", "-", "not measured", "-", row.text(row.bar), row.text(row.ambition), "-", "-"]
+            cells = ["-", "-", "not measured", "-", row.asked(row.bar), row.asked(row.ambition), "-", "-"]
         else:
             load = foreign(result["measurements"][row.measurement]["data"])
             verdict = row.verdict(figure.value)
@@ -122,8 +122,8 @@ def _table(result: Result) -> str:
                 figure.peer or "-",
                 f"**{row.text(figure.value)}**",
                 row.between(figure.low, figure.high),
-                row.text(row.bar),
-                row.text(row.ambition),
+                row.asked(row.bar),
+                row.asked(row.ambition),
                 "**no**" if verdict == "no" else verdict or "-",
                 share(load),
             ]

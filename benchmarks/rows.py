@@ -63,6 +63,10 @@ class Row(NamedTuple):
             return f"{100 * value:.1f} %"
         return f"{value:.0f}" if self.unit == "faults" else f"{value:.2f} {self.unit}".rstrip()
 
+    def asked(self, value: float | None) -> str:
+        """A bar or an ambition with its direction; "-" for None."""
+        return "-" if value is None else f"{'≥' if self.more else '≤'} {self.text(value)}"
+
     def between(self, low: float, high: float) -> str:
         """Least and greatest, the unit once."""
         least, _, _ = self.text(low).partition(" ")

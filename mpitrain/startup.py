@@ -27,11 +27,16 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         ("parameters", f"{model.num_parameters:,} in {config.dtype}, {len(model.parameters())} tensors"),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
         ("mesh", grid.removeprefix("mesh of 1 rank: ")),
-        ("kernels", kernels.level() if len(kernels.levels()) > 1 else "NumPy only (installed without a C compiler)"),
+        (
+            "kernels",
+            kernels.level() if len(kernels.levels()) > 1 else "NumPy only, slower (mpitrain doctor says what to do)",
+        ),
         ("ranks", f"{world.size} on {_cores()}, {blas_threads()} BLAS thread each"),
         (
             "messages",
-            f"{world.library}; {config.reducer} sums {sums}" + (f"; {world.progress}" if world.progress else ""),
+            "; ".join(filter(None, (world.library, f"{config.reducer} sums {sums}", world.progress)))
+            if world.size > 1
+            else "none: one rank",
         ),
         ("corpus", str(corpus)),
         ("run", str(folder)),

@@ -41,7 +41,7 @@ from mpitrain.metrics import MetricsWriter, read_metrics
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
 from mpitrain.optim.optimizer import Optimizer
-from mpitrain.parallel.replicas import check_replicas
+from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
 from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.startup import facts
 
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks.board.limit = config.timeout
     if config.deterministic:
         ranks.set_deterministic()
+    agree_on_arithmetic(ranks)  # before anything is said or written
     if config.resume is not None:
         found = checkpoint.find(config.resume, config.run, ranks)
         config = together(ranks, lambda: _settings_of_resumed(flags, found)) or config

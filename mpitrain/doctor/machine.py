@@ -194,7 +194,15 @@ def check_kernels() -> list[Finding]:
         return [Finding("kernels", "bad", str(error), f"unset {kernels.VARIABLE}")]
     here = kernels.levels()
     if len(here) == 1:
-        fix = "install a C compiler (Debian, Ubuntu: sudo apt-get install gcc python3-dev), then install mpitrain again"
-        return [Finding("kernels", "note", "NumPy only, slower: mpitrain was installed without a C compiler", fix)]
+        root = Path(kernels.__file__).parents[2]
+        again = (
+            f"-e {root}" if (root / "setup.py").exists() else "--force-reinstall --no-deps --no-binary :all: mpitrain"
+        )
+        fix = (
+            "Debian, Ubuntu: sudo apt-get install gcc python3-dev   (elsewhere: a C compiler and Python's headers), "
+            f"then: {sys.executable} -m pip install {again}"
+        )
+        text = "NumPy only, slower: the C kernels were not built (no C compiler, or no Python headers)"
+        return [Finding("kernels", "note", text, fix)]
     chosen = f"; {kernels.VARIABLE} names it" if name != here[-1] else ""
     return [Finding("kernels", "ok", f"{name}, of {', '.join(here)}{chosen}")]

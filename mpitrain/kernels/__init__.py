@@ -107,7 +107,8 @@ def wanted() -> str:
     here = levels()
     name = os.environ.get(VARIABLE) or here[-1]
     if name not in here:
-        raise ConfigError(f"{VARIABLE}={name}: this CPU and this installation have {', '.join(here)}.")
+        way = f"Unset {VARIABLE} to take the highest." if len(here) > 1 else "`mpitrain doctor` says what to do."
+        raise ConfigError(f"{VARIABLE}={name}: this CPU and this installation have {', '.join(here)}.  {way}")
     return name
 
 

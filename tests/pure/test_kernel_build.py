@@ -33,10 +33,11 @@ def compiler(name):
 @pytest.fixture
 def recipe(monkeypatch):
     """What setup.py holds: its levels, precisions and flags, read without building."""
-    names = "setuptools", "setuptools.command", "setuptools.command.build_ext"
-    fake, command, build_ext = map(types.ModuleType, names)
+    names = "setuptools", "setuptools.command", "setuptools.command.build_ext", "setuptools.modified"
+    fake, command, build_ext, modified = map(types.ModuleType, names)
+    modified.newer_group = lambda *args: True
     fake.setup, fake.Extension, build_ext.build_ext = (lambda **kw: None), (lambda *args, **kw: None), object
-    for module in (fake, command, build_ext):
+    for module in (fake, command, build_ext, modified):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     content = {}
     exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), content)
@@ -207,3 +208,17 @@ def test_a_wheel_from_the_source_distribution_has_the_compiled_kernels(clone, tm
     assert len(levels) <= 1 + len(recipe["LEVELS"])
     assert chosen == levels[-1]
     ask(python, USE, tmp_path)
+
+
+def test_source_that_does_not_compile_leaves_no_old_kernels_behind(clone, tmp_path):
+    """Else a contributor would test and measure the kernels of before."""
+    spoilt = shutil.copytree(clone, tmp_path / "spoilt")
+    built = spoilt / "mpitrain" / "kernels" / f"_compiled{SUFFIX}"
+    built.write_bytes(b"what was built before")
+    header = spoilt / "mpitrain/kernels/csrc/numerics.h"
+    header.write_text(header.read_text() + "int broken(\n")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", str(tmp_path / "objects")]
+    done = subprocess.run(command, cwd=spoilt, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr  # the NumPy path serves
+    assert "error" in done.stderr
+    assert not built.exists()
