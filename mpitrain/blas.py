@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 VARIABLE = "OPENBLAS_CORETYPE"
+NUMPY_WAS_LOADED = "numpy" in sys.modules
+"""Whether somebody loaded NumPy before: then its choice stands."""
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if is_wanted(item)]
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_the_process() -> Iterator[None]:
+    """Whatever level of kernels a test selects, or its ranks agree on, the next one starts with the process's own."""
+    yield
+    from mpitrain import kernels
+
+    kernels.select(None)

@@ -86,6 +86,7 @@ except ImportError:  # installed without a C compiler
     compiled = None  # type: ignore[assignment]
 
 _level = "numpy"
+_chosen: str | None = None  # by `select`; None: as the environment has it
 
 
 def levels() -> list[str]:
@@ -99,11 +100,13 @@ def level() -> str:
 
 
 def wanted() -> str:
-    """The level that MPITRAIN_KERNELS names, or else the highest.
+    """The level that was selected by hand, else the one that MPITRAIN_KERNELS names, else the highest.
 
     Raises:
         ConfigError: this CPU or this installation does not have it.
     """
+    if _chosen is not None:
+        return _chosen
     here = levels()
     name = os.environ.get(VARIABLE) or here[-1]
     if name not in here:
@@ -112,15 +115,25 @@ def wanted() -> str:
     return name
 
 
-def select(name: str) -> None:
-    """Use the kernels of a level in this process from now on.
+def select(name: str | None) -> None:
+    """Use the kernels of a level in this process from now on; its ranks agree on none above it.
 
     Args:
-        name: one of `levels()`.
+        name: one of `levels()`; None: what MPITRAIN_KERNELS names, else the highest.
 
     Raises:
         ConfigError: this CPU or this installation does not have it.
     """
+    global _chosen
+    if name is not None:
+        use(name)
+    _chosen = name
+    if name is None:
+        use(wanted())
+
+
+def use(name: str) -> None:
+    """As `select`, but what ranks agree on later may be another level."""
     global _level
     if name not in levels():
         raise ConfigError(f"kernels {name!r}: this CPU and this installation have {', '.join(levels())}.")
@@ -138,6 +151,6 @@ def common(names: Iterable[str]) -> str:
 
 
 try:
-    select(wanted())
+    use(wanted())
 except ConfigError:  # said by whoever asks for `wanted` when the ranks agree: an import has nobody to tell it to
-    select(levels()[-1])
+    use(levels()[-1])

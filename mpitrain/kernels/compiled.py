@@ -283,7 +283,7 @@ def sum_of_squares(x: Array) -> Any:
 
 
 def widen(x: Array, out: Array | None = None) -> Array:
-    if type(x) is not np.ndarray or x.dtype.name not in _HALVES:
+    if type(x) is not np.ndarray or not _is_half(x.dtype):
         return reference.widen(x, out)
     into = out if out is not None and out.dtype == _SINGLE and out.flags.carray else np.empty(x.shape, np.float32)
     _compiled.widen(x.dtype.name == "bfloat16", _solid(x).view(np.uint16), into)
@@ -292,11 +292,15 @@ def widen(x: Array, out: Array | None = None) -> Array:
 
 def narrow(x: Array, dtype: Any, out: Array | None = None) -> Array:
     dtype = np.dtype(dtype)
-    if type(x) is not np.ndarray or x.dtype != _SINGLE or dtype.name not in _HALVES:
+    if type(x) is not np.ndarray or x.dtype != _SINGLE or not _is_half(dtype):
         return reference.narrow(x, dtype, out)
     into = out if out is not None and out.dtype == dtype and out.flags.carray else np.empty(x.shape, dtype)
     _compiled.narrow(dtype.name == "bfloat16", _solid(x), into.view(np.uint16))
     return _delivered(into, out)
+
+
+def _is_half(dtype: np.dtype[Any]) -> bool:
+    return dtype.name in _HALVES and dtype.isnative  # the other byte order has the same name
 
 
 def _delivered(made: Array, out: Array | None) -> Array:

@@ -18,6 +18,7 @@ import numpy as np
 
 from mpitrain import kernels
 from mpitrain.backend import Array, to_host
+from mpitrain.blas import NUMPY_WAS_LOADED
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.errors import ConfigError, StateError
@@ -43,7 +44,7 @@ def agree_on_arithmetic(world: World) -> None:
         mistake = error
     world.agree(mistake)
     found = world.exchange([mine, _processor()])
-    kernels.select(kernels.common(level for level, _ in found))
+    kernels.use(kernels.common(level for level, _ in found))
     if len({processor for _, processor in found}) == 1:
         return
     libraries = world.exchange(blas())
@@ -63,7 +64,7 @@ def agree_on_arithmetic(world: World) -> None:
 
 def _processor() -> str:
     """What decides which code a BLAS takes, cheap to find: model and flags of the processor, and what was asked for."""
-    words = [platform.machine(), np.__version__, os.environ.get("OPENBLAS_CORETYPE", "")]
+    words = [platform.machine(), np.__version__, os.environ.get("OPENBLAS_CORETYPE", ""), str(NUMPY_WAS_LOADED)]
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         words += [line for line in itertools.islice(lines, 30) if line.startswith(("model name", "flags", "Features"))]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]

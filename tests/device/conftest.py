@@ -22,10 +22,6 @@ def cupy() -> Iterator[Any]:
 
 
 @pytest.fixture
-def numpy_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def numpy_kernels() -> None:
     """Device arrays always take NumPy's formulas; with this the host's do, too, and the two agree to the last bit."""
-    before = kernels.level()
-    monkeypatch.setenv(kernels.VARIABLE, "numpy")  # ranks agree on what it names when they start to train
     kernels.select("numpy")
-    yield
-    kernels.select(before)

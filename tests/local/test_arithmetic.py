@@ -18,13 +18,6 @@ from mpitrain.pipeline.passes import with_update
 from mpitrain.pipeline.schedules import one_stage
 
 
-@pytest.fixture(autouse=True)
-def level_as_before():
-    before = kernels.level()
-    yield
-    kernels.select(before)
-
-
 def by_rank(*values):
     """A function that answers with the surrounding rank's value."""
     return lambda *_: values[world().rank]

@@ -1,23 +1,12 @@
-"""The levels of the compiled kernels, one after the other, each put back."""
+"""The levels of the compiled kernels, one after the other."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from mpitrain import kernels
 
 COMPILED = [name for name in kernels.levels() if name != "numpy"]
-
-
-@pytest.fixture(autouse=True)
-def same_level_after() -> Iterator[None]:
-    """Whatever level a test selects, the next one starts with the process's own."""
-    before = kernels.level()
-    yield
-    if kernels.level() != before:
-        kernels.select(before)
 
 
 @pytest.fixture(params=kernels.levels())

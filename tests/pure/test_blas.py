@@ -70,3 +70,14 @@ def test_a_core_type_that_the_user_names_stays():
 
 def test_numpy_that_is_loaded_already_stays_as_it_is():
     assert ask("import numpy") == ask("import numpy, mpitrain")
+
+
+def test_ranks_whose_numpy_came_first_are_told_apart():
+    """Their BLAS may have taken other code on the same processor."""
+    code = "BEFORE\nimport mpitrain\nfrom mpitrain.parallel.replicas import _processor\nprint(_processor())"
+    seen = set()
+    for before in ("", "import numpy"):
+        program = code.replace("BEFORE", before)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        seen.add(done.stdout)
+    assert len(seen) == 2

@@ -584,3 +584,12 @@ def test_kernels_write_products_into_wider_buffers():
     out = np.zeros((3, 2), np.float32)
     assert kernels.matmul(a, b, out=out) is out
     np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32))
+
+
+def test_the_gradient_of_an_ignored_row_is_zero_also_where_its_logits_are_nan():
+    logits = normal(3, 4)
+    logits[1] = np.nan
+    targets = np.array([2, ops.IGNORE, 0])
+    _, (grad,) = run(lambda x: ops.softmax_cross_entropy(x, targets), logits)
+    assert (grad[1] == 0).all()
+    assert np.isfinite(grad[[0, 2]]).all()

@@ -361,3 +361,22 @@ def test_hidden_keys_may_hold_anything_in_k(dtype, level):
         )
     assert np.isfinite(spoilt).all()
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [30.0, 1000.0])
+def test_gradients_of_a_saturated_softmax_are_those_of_double_precision(level, size):
+    """A score of thousands is rounded to a thousandth: backward must make the same one again that lse was made from."""
+    rng = np.random.default_rng(4)
+    q, k, v, grad = (rng.standard_normal((1, 1, 64, 8)) for _ in range(4))
+    arrays = [x.astype(np.float32) for x in (q * size, k * size, v, grad)]
+    setting = {"scale": 1 / math.sqrt(8), "causal": False, "mask": None, "rows": None, "drop": 0.0}
+
+    def gradients(dtype):
+        q, k, v, grad = (x.astype(dtype) for x in arrays)
+        out, *grads = (np.empty_like(q) for _ in range(4))
+        lse = kernels.attention(q, k, v, out, **setting)
+        kernels.attention_backward(grad, q, k, v, out, lse, *grads, **setting)
+        return grads
+
+    mine, expected = gradients(np.float32), gradients(np.float64)
+    assert np.abs(mine[2] - expected[2]).max() < (1e-5 if size > 100 else 1e-3)

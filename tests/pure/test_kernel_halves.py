@@ -108,3 +108,9 @@ def test_bfloat16_arrays_are_taken_where_a_package_has_them():
         assert y.dtype == bfloat16
         assert np.array_equal(y.view(np.uint16)[~np.isnan(x)], brains(x)[~np.isnan(x)])
         assert np.array_equal(kernels.widen(y), y.astype(np.float32), equal_nan=True)
+
+
+def test_halves_of_the_other_byte_order_are_read_as_what_they_are(level):
+    x = np.array([1.0, -2.5, 65504.0], ">f2")
+    assert kernels.widen(x).tolist() == [1.0, -2.5, 65504.0]
+    assert kernels.narrow(np.array([1.0, -2.5], np.float32), ">f2").tolist() == [1.0, -2.5]

@@ -147,3 +147,49 @@ def test_without_the_extension_the_numpy_path_trains():
 
 def test_with_the_extension_the_same_training_goes_as_well():
     assert python(TRAINING) == f"{kernels.levels()[-1]} {kernels.levels()}"
+
+
+def test_a_level_that_was_selected_stays_when_ranks_agree():
+    from mpitrain.comm.world import world
+    from mpitrain.parallel.replicas import agree_on_arithmetic
+
+    kernels.select("numpy")
+    agree_on_arithmetic(world())
+    assert kernels.level() == "numpy"
+    kernels.select(None)
+    assert kernels.level() == kernels.wanted()
+
+
+CHANGES = """
+import threading
+import numpy as np
+from mpitrain import kernels
+
+done = threading.Event()
+
+def change():
+    while not done.is_set():
+        for level in kernels.levels()[1:]:
+            kernels.select(level)
+
+other = threading.Thread(target=change)
+other.start()
+q = np.random.default_rng(0).standard_normal((2, 4, 96, 16)).astype(np.float32)
+setting = dict(scale=0.25, causal=True, mask=None, rows=None, drop=0.0)
+expected = None
+for _ in range(400):
+    out, grads = np.empty_like(q), [np.empty_like(q) for _ in range(3)]
+    lse = kernels.attention(q, q, q, out, **setting)
+    kernels.attention_backward(q, q, q, q, out, lse, *grads, **setting)
+    expected = out if expected is None else expected
+    assert np.abs(out - expected).max() < 1e-5
+done.set()
+other.join()
+print("alive")
+"""
+
+
+def test_another_thread_may_change_the_level_while_a_kernel_runs():
+    if len(kernels.levels()) < 3:
+        pytest.skip("this CPU and build have one compiled level")
+    assert "alive" in python(CHANGES)

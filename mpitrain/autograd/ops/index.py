@@ -146,6 +146,7 @@ def take(x: Tensor, ids: Any, dim: int = 0) -> Tensor:
     ids = ids.data if isinstance(ids, Tensor) else ids
     if ids.dtype.kind not in "iu":
         raise ShapeError(f"take: ids are integers, these are {ids.dtype}")
+    ids = ids.astype(np.int64, copy=False)  # bytes cannot count a table of 256 rows from its end
     try:
         return Take.apply(x, ids, dim=dim)
     except IndexError:
@@ -167,6 +168,7 @@ def gather_along(x: Tensor, ids: Any, dim: int = -1) -> Tensor:
     same = (*x.shape[:dim], *x.shape[dim + 1 :]) == (*ids.shape[:dim], *ids.shape[dim + 1 :])
     if not same or ids.ndim != x.ndim or ids.dtype.kind not in "iu":
         raise ShapeError(f"gather_along dim {dim}: x {x.shape} and ids {ids.shape} {ids.dtype}")
+    ids = ids.astype(np.int64, copy=False)
     try:
         return GatherAlong.apply(x, ids, dim=dim)
     except IndexError:

@@ -226,9 +226,11 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                         REAL *RESTRICT prob = p + i * ldp, *RESTRICT slope = dp + i * ldp;
                         const mt_query query = query_of(a, sample, head, start + i);
                         const REAL l = lse[start + i], shift = delta[i], keep = (REAL)a->keep_scale;
+                        /* A pass of its own: fused with the difference, the product would not be rounded as in lse. */
+                        for (len j = 0; j < room; j++) prob[j] *= scale;
                         hide(prob, &query, first, n, room);
                         for (len j = 0; j < room; j++) {
-                            const REAL below = prob[j] * scale - l; /* above 0 only by the rounding of a large score */
+                            const REAL below = prob[j] - l; /* above 0 only by the rounding of a large score */
                             prob[j] = mt_exp(below > REAL_C(0.0) ? REAL_C(0.0) : below);
                         }
                         if (!query.drops) {

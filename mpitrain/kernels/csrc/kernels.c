@@ -318,7 +318,7 @@ static void adamw(void *p_, const void *g_, void *m_, void *v_, len count, const
     const REAL *RESTRICT g = g_;
     const mt_adamw_numbers c = {(REAL)n[0], (REAL)n[1], (REAL)n[2], (REAL)n[3], (REAL)n[4], (REAL)n[5], (REAL)n[6]};
     /* Buffers of one allocator begin alike, so that aligning one aligns all: a load that straddles two cache lines
-     * counts double.  The rest is fetched ahead by hand: seven streams are more than the processor follows by itself. */
+     * counts double.  What comes next is fetched by hand: seven streams are more than the processor follows. */
     enum { AHEAD = 128 };
     len head = (len)((64 - (uintptr_t)p % 64) % 64 / sizeof(REAL));
     head = head < count ? head : count;

@@ -72,6 +72,7 @@ typedef struct {
     Py_buffer buffers[MOST];
     int held;
     int failed;
+    const Level *level; /* as chosen when the call came: another thread may choose while the lock is released */
     Py_ssize_t itemsize; /* of the reals, fixed by the first; 0 before */
 } Call;
 
@@ -178,7 +179,9 @@ static PyObject *finish(Call *call, PyObject *result) {
     Py_RETURN_NONE;
 }
 
-static const mt_table *table(const Call *call) { return call->itemsize == 4 ? chosen->single : chosen->twofold; }
+static const mt_table *table(const Call *call) {
+    return call->itemsize == 4 ? call->level->single : call->level->twofold;
+}
 
 /* A long kernel lets other threads run; for a short one the change of hands would cost more than it takes. */
 #define WITHOUT_LOCK(count, ...)            \
@@ -195,7 +198,7 @@ static const mt_table *table(const Call *call) { return call->itemsize == 4 ? ch
 #define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t count)
 #define CALL                                      \
     (void)self;                                   \
-    Call c = {.args = args, .count = count}
+    Call c = {.args = args, .count = count, .level = chosen}
 
 /* --------------------------------------------------------------------------------------------------------- kernels */
 
@@ -449,7 +452,14 @@ METHOD(attention_scratch) { /* s, d, itemsize, backward -> bytes */
     const int backward = (int)whole(&c, 3);
     if (s < 0 || s > 1 << 30) fail(&c, PyExc_ValueError, "is out of range", 0); /* bytes must fit 63 bits */
     if (d < 0 || d > 1 << 24) fail(&c, PyExc_ValueError, "is out of range", 1);
-    return finish(&c, c.failed ? NULL : PyLong_FromSsize_t(table(&c)->attention_scratch(s, d, backward)));
+    if (c.failed) return finish(&c, NULL);
+    len most = 0; /* of all levels: another one may be chosen before the scratch is used */
+    for (int i = 0; i < NUM_LEVELS; i++) {
+        c.level = &LEVELS[i];
+        const len bytes = table(&c)->attention_scratch(s, d, backward);
+        most = bytes > most ? bytes : most;
+    }
+    return finish(&c, PyLong_FromSsize_t(most));
 }
 
 METHOD(attention) { /* lse, q, k, v, out, then the setting */
@@ -492,7 +502,8 @@ METHOD(widen) { /* brain, x (16 bits), y (float) */
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c);
     float *y = array(&c, 2, n, 1, "f", 4);
-    if (!c.failed) WITHOUT_LOCK(n, (brain ? chosen->halves->bfloat_to_float : chosen->halves->half_to_float)(x, y, n));
+    const mt_halves *halves = c.level->halves;
+    if (!c.failed) WITHOUT_LOCK(n, (brain ? halves->bfloat_to_float : halves->half_to_float)(x, y, n));
     return finish(&c, NULL);
 }
 
@@ -503,7 +514,8 @@ METHOD(narrow) { /* brain, x (float), y (16 bits) */
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c);
     uint16_t *y = array(&c, 2, n, 1, "H", 2);
-    if (!c.failed) WITHOUT_LOCK(n, (brain ? chosen->halves->float_to_bfloat : chosen->halves->float_to_half)(x, y, n));
+    const mt_halves *halves = c.level->halves;
+    if (!c.failed) WITHOUT_LOCK(n, (brain ? halves->float_to_bfloat : halves->float_to_half)(x, y, n));
     return finish(&c, NULL);
 }
 

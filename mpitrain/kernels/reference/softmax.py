@@ -80,4 +80,5 @@ def cross_entropy_backward(grad: Array, logits: Array, targets: Array, lse: Arra
         xp.exp(p, out=p)
         p[xp.arange(p.shape[0]), columns[block]] -= 1.0
         xp.multiply(p, scale[block], out=d_logits[block])
+        xp.copyto(d_logits[block], 0, where=~valid[block, None])  # 0 times NaN is not 0
     return d_logits
