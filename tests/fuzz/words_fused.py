@@ -1,0 +1,271 @@
+"""Words that are whole layers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from fuzz.vocabulary import Op, first_dtype
+
+from mpitrain.rng import words32
+
+ERF = np.vectorize(math.erf, otypes=[float])
+WEIGHTS = ("parameter", "parameter", "parameter", "tensor", "constant")
+
+
+def draw_linear(g):
+    x = g.value(lambda a: a.ndim > 0)
+    if x is None:
+        return None
+    n = g.env[x].shape[-1]
+    w = g.value(lambda a: a.ndim == 2 and a.shape[0] == n, weights=True) if g.chance(0.6) else None
+    w = w or g.weight((n, g.length(wide=True)))
+    m = g.env[w].shape[1]
+    if g.chance(0.3):
+        return [x, w], {}
+    b = g.value(lambda a: a.shape == (m,), weights=True) if g.chance(0.5) else None
+    return [x, w, b or g.weight((m,))], {}
+
+
+def bias_of(g, x, shape):
+    """Something that can be the bias of x, of its dtype."""
+    found = g.value(lambda a: a.shape == shape, weights=True, dtype=g.kinds[x]) if g.chance(0.5) else None
+    return found or g.leaf(shape, roles=WEIGHTS, dtype=g.kinds[x])
+
+
+def draw_gelu(g):
+    x = g.value()
+    if g.env[x].ndim == 0 or g.chance(0.5):
+        return [x], {}
+    return [x, bias_of(g, x, g.env[x].shape[-1:])], {}
+
+
+def gelu_tanh(x, b=0.0):
+    z = x + b
+    return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def gelu_erf(x, b=0.0):
+    z = x + b
+    return 0.5 * z * (1 + ERF(z / math.sqrt(2)))
+
+
+def torch_gelu(kind):
+    return lambda t, x, b=0.0: t.nn.functional.gelu(x + b, approximate=kind)
+
+
+def draw_residual(g):
+    x = g.value(lambda a: a.ndim > 0)
+    if x is None:
+        return None
+    shape = g.env[x].shape
+    y = g.value(lambda a: a.shape == shape, dtype=g.kinds[x]) if g.chance(0.6) else None
+    inputs = [x, y or g.leaf(shape, dtype=g.kinds[x])]
+    if g.chance(0.5):
+        g.rng.shuffle(inputs)
+    if g.chance(0.6):
+        inputs.append(bias_of(g, x, shape[-1:]))
+    rows = g.words(shape[:-1]) if g.chance(0.5) else None
+    return inputs, {"rows": rows, "p": g.choose((0.1, 0.5, 0.9, 0.0)) if rows is not None else 0.0}
+
+
+def residual(x, y, b=0.0, *, rows, p):
+    return x + (y + b) * (1 if rows is None else keep(x, rows, p))
+
+
+def torch_residual(t, x, y, b=0.0, *, rows, p):
+    return x + (y + b) * (1 if rows is None else t.from_numpy(np.asarray(keep(x, rows, p))))
+
+
+def draw_residual_norm(g):
+    drawn = draw_residual(g)
+    if drawn is None or not g.env[drawn[0][0]].shape[-1]:
+        return None
+    inputs, static = drawn
+    if len(inputs) == 2:
+        inputs.append(g.number(None))
+    shape = g.env[inputs[0]].shape[-1:]
+    return [*inputs, g.weight(shape), g.weight(shape)], {**static, "eps": g.choose((1e-5, 1e-3, 0.1))}
+
+
+def residual_norm(x, y, b, weight, bias, *, rows, p, eps):
+    total = residual(x, y, 0.0 if b is None else b, rows=rows, p=p)
+    return total, layer_norm(total, weight, bias, eps)
+
+
+def torch_residual_norm(t, x, y, b, weight, bias, *, rows, p, eps):
+    total = torch_residual(t, x, y, 0.0 if b is None else b, rows=rows, p=p)
+    return total, torch_layer_norm(t, total, weight, bias, eps)
+
+
+def linear(x, w, b=0.0):
+    return (x[..., :, None] * w).sum(-2) + b
+
+
+def linear_dtype(dtypes, static):
+    return np.result_type(*dtypes[:2])  # a bias does not promote
+
+
+def draw_layer_norm(g):
+    x = g.value(lambda a: a.ndim > 0 and a.shape[-1] > 0)
+    if x is None:
+        return None
+    shape = g.env[x].shape[-1:]
+    pair = [
+        (g.value(lambda a: a.shape == shape, weights=True) if g.chance(0.5) else None) or g.weight(shape)
+        for _ in range(2)
+    ]
+    return [x, *pair], {"eps": g.choose((1e-5, 1e-5, 1e-3, 0.1))}
+
+
+def layer_norm(x, weight, bias, eps):
+    n = x.shape[-1]
+    mean = x.sum(-1, keepdims=True) / n
+    variance = ((x - mean) ** 2).sum(-1, keepdims=True) / n
+    return (x - mean) / np.sqrt(variance + eps) * weight + bias
+
+
+def torch_layer_norm(t, x, weight, bias, eps):
+    return t.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def draw_attention(g):
+    x = g.value(lambda a: a.ndim == 3 and a.shape[2] >= 3 and a.shape[2] % 3 == 0 and a.shape[1] > 0)
+    if x is None or g.chance(0.5):
+        b, s = g.choose((0, 1, 1, 2, 2, 3)), g.choose((1, 1, 2, 3, 4, 5, 7, 12))
+        heads, width = g.choose((1, 1, 2, 3)), g.choose((1, 2, 3, 4, 5, 8, 11))
+        x = g.leaf((b, s, 3 * heads * width))
+    b, s, width = g.env[x].shape
+    heads = g.choose([h for h in range(1, 5) if width % (3 * h) == 0])
+    static = {"heads": heads, "causal": g.chance(0.5), "mask": None, "rows": None, "drop": 0.0}
+    if g.chance(0.5):
+        shape = g.choose(((b, s), (b, s, s), (b, 1, s, s), (b, heads, s, s), (1, 1, 1, s), (1, heads, s, 1)))
+        static["mask"] = g.mask(shape)
+    if g.chance(0.4):
+        static["rows"] = g.words((b, heads, s))
+        static["drop"] = g.choose((0.1, 0.5, 0.9, 0.0))
+    return [x], static
+
+
+def allowed(shape, heads, causal, mask, rows, drop):
+    """(b, heads, s, s): which scores count, and by what each probability is multiplied."""
+    b, s = shape[:2]
+    see = np.ones((b, heads, s, s), bool)
+    if causal:
+        see &= np.arange(s)[:, None] >= np.arange(s)
+    if mask is not None:
+        see &= mask[:, None, None, :] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+    factor = np.ones((b, heads, s, s))
+    if drop:
+        factor = (words32(rows, s) >= round(drop * 2**32)) / (1 - drop)
+    return see, factor
+
+
+def attention(qkv, heads, causal, mask, rows, drop):
+    """Head by head, query by query."""
+    b, s, width = qkv.shape
+    d = width // (3 * heads)
+    see, factor = allowed(qkv.shape, heads, causal, mask, rows, drop)
+    y = np.zeros((b, s, heads * d))
+    for i in range(b):
+        for h in range(heads):
+            q, k, v = (qkv[i, :, (3 * h + part) * d : (3 * h + part + 1) * d] for part in range(3))
+            scores = np.where(see[i, h], q @ k.T / math.sqrt(d), -np.inf)
+            highest = scores.max(1, keepdims=True)
+            p = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+            p /= np.maximum(p.sum(1, keepdims=True), 1e-300)
+            y[i, :, h * d : (h + 1) * d] = (p * factor[i, h]) @ v
+    return y
+
+
+def torch_attention(t, qkv, heads, causal, mask, rows, drop):
+    b, s, width = qkv.shape
+    see, factor = (t.from_numpy(np.array(a)) for a in allowed(qkv.shape, heads, causal, mask, rows, drop))
+    q, k, v = qkv.reshape(b, s, heads, 3, width // (3 * heads)).permute(3, 0, 2, 1, 4)
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~see, -1e30)
+    p = t.softmax(scores, -1) * see * factor
+    return (p @ v).transpose(1, 2).reshape(b, s, width // 3)
+
+
+def draw_cross_entropy(g):
+    x = g.value(lambda a: a.ndim > 0 and a.shape[-1] > 0)
+    if x is None:
+        return None
+    *rows, v = g.env[x].shape
+    ignore = g.choose((-100, -100, -1, 0))
+    targets = g.integers(0, v, rows)
+    if g.chance(0.6):
+        targets = np.where(g.mask(tuple(rows)), targets, ignore)
+    elif g.chance(0.4):
+        targets = np.asarray(targets).astype(g.choose((np.int8, np.uint8, np.int32, np.uint64)))
+    return [x], {"targets": np.asarray(targets), "ignore": ignore}
+
+
+def cross_entropy(x, targets, ignore):
+    total = 0.0
+    for row, target in zip(x.reshape(-1, x.shape[-1]), targets.reshape(-1), strict=True):
+        if target != ignore:
+            highest = row.max()
+            total += highest + math.log(np.exp(row - highest).sum()) - row[target]
+    return np.asarray(total)
+
+
+def torch_cross_entropy(t, x, targets, ignore):
+    flat = x.reshape(-1, x.shape[-1])
+    if not flat.shape[0]:
+        return x.sum()
+    return t.nn.functional.cross_entropy(
+        flat, t.from_numpy(targets.reshape(-1).astype(np.int64)), ignore_index=ignore, reduction="sum"
+    )
+
+
+def at_least_single(dtypes, static):
+    return np.result_type(np.float32, dtypes[0])
+
+
+def draw_dropout(g):
+    x = g.value(lambda a: a.ndim > 0)
+    if x is None:
+        return None
+    return [x], {"rows": g.words(g.env[x].shape[:-1]), "p": g.choose((0.1, 0.5, 0.5, 0.9, 0.0, 1.0))}
+
+
+def keep(x, rows, p):
+    if p == 1:
+        return np.zeros(x.shape)
+    return (words32(rows, x.shape[-1]) >= round(p * 2**32)) / (1 - p)
+
+
+def norm_blur(x, weight):
+    """What a norm may lose: the digits that a row's mean takes, before it divides by the row's deviation.
+
+    In backward that error meets another division.  Size and deviation stand still here, else the slope of this term
+    would vanish where that of the norm does.
+    """
+    deviation = f"({x}.var(-1, True) + {{eps}}).detach() ** -0.5"
+    return f"(1 + {x} * {deviation} * (1 + abs({x}).detach() * {deviation})) * shake({x}) * {weight}"
+
+
+TOTAL = "ops.residual({0}, {1}, {2}, rows={rows}, p={p})"
+GELU_BLUR = "sum([{all}]) * shake({0})"
+
+WORDS = [
+    Op("linear", draw_linear, ("ops.linear({all})",), linear,
+       lambda t, x, w, b=None: x @ w if b is None else x @ w + b, dtype=linear_dtype, roundings=2, weight=2),
+    Op("layer_norm", draw_layer_norm, ("ops.layer_norm({0}, {1}, {2}, {eps})",), layer_norm, torch_layer_norm,
+       dtype=first_dtype, weight=1.5, blur=norm_blur("{0}", "{1}")),
+    Op("attention", draw_attention,
+       ("ops.attention({0}, {heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop})",), attention,
+       torch_attention, blur="sum(ops.split({0} * (1 + {0}), 3, 2)) * shake(ops.split({0}, 3, 2)[0])", weight=1.5),
+    Op("softmax_cross_entropy", draw_cross_entropy, ("ops.softmax_cross_entropy({0}, {targets}, {ignore})",),
+       cross_entropy, torch_cross_entropy, dtype=at_least_single, blur="({0} * shake({0})).sum()"),
+    Op("dropout", draw_dropout, ("ops.dropout({0}, {rows}, {p})",), lambda x, rows, p: x * keep(x, rows, p),
+       lambda t, x, rows, p: x * t.from_numpy(np.asarray(keep(x, rows, p))), roundings=2),
+    Op("residual", draw_residual, ("ops.residual({all}, rows={rows}, p={p})",), residual, torch_residual, roundings=3,
+       weight=1.5),
+    Op("residual_norm", draw_residual_norm,
+       ("ops.residual_norm({0}, {1}, {2}, {3}, {4}, rows={rows}, p={p}, eps={eps})",), residual_norm,
+       torch_residual_norm, dtype=first_dtype, blur=f"(None, {norm_blur(TOTAL, '{3}')})", roundings=None, weight=1.5),
+    Op("gelu_tanh", draw_gelu, ("ops.gelu_tanh({all})",), gelu_tanh, torch_gelu("tanh"), blur=GELU_BLUR),
+    Op("gelu_erf", draw_gelu, ("ops.gelu_erf({all})",), gelu_erf, torch_gelu("none"), blur=GELU_BLUR),
+]  # fmt: skip
