@@ -133,6 +133,25 @@ static len attention_scratch(len s, len d, int backward) {
 
 static inline REAL *at(mt_heads x, len sample, len head) { return (REAL *)x.data + sample * x.b + head * x.h; }
 
+/* Ask for rows first .. first + n - 1 of a head ahead of their use.  A head's rows lie a whole token apart, which no
+ * processor foresees, and waiting for each would take longer than computing with it. */
+static inline void fetch(mt_heads x, len sample, len head, len first, len n, len d, int write) {
+    const char *row = (const char *)(at(x, sample, head) + first * x.s);
+    for (len i = 0; i < n; i++, row += x.s * (len)sizeof(REAL))
+        for (len byte = 0; byte < d * (len)sizeof(REAL); byte += 64) {
+            if (write)
+                __builtin_prefetch(row + byte, 1);
+            else
+                __builtin_prefetch(row + byte, 0);
+        }
+}
+
+/* The head after this one; false after the last. */
+static inline int next_head(const mt_attention *a, len *sample, len *head) {
+    if (++*head == a->h) *head = 0, ++*sample;
+    return *sample < a->b;
+}
+
 static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v, mt_heads out, void *lse_) {
     const len s = a->s, d = a->d, width = up(d, NR), ldp = up(s, NR);
     const REAL scale = (REAL)a->scale;
@@ -147,8 +166,16 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
             pack(at(v, sample, head), v.s, s, d, values);
             const REAL *queries = at(q, sample, head);
             REAL *result = at(out, sample, head);
+            len then = sample, after = head;
+            const int goes_on = next_head(a, &then, &after);
             for (len start = 0; start < s; start += BLOCK) {
                 const len m = s - start < BLOCK ? s - start : BLOCK;
+                fetch(out, sample, head, start, m, d, 1);
+                if (goes_on) {
+                    fetch(k, then, after, start, m, d, 0);
+                    fetch(v, then, after, start, m, d, 0);
+                    fetch(q, then, after, start, m, d, 0);
+                }
                 const len n = a->causal ? start + m : s, room = up(n, NR);
                 REAL factor[BLOCK];
                 multiply(0, m, n, d, queries + start * q.s, q.s, 1, keys, d * NR, p, ldp);
@@ -207,8 +234,20 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
             pack(queries, q.s, s, d, q_panels);
             pack(gradient, grad.s, s, d, g_panels);
             for (len i = 0; i < s * width; i++) dq[i] = dk[i] = dv[i] = REAL_C(0.0);
+            len then = sample, after = head;
+            const int goes_on = next_head(a, &then, &after);
             for (len start = 0; start < s; start += BLOCK) {
                 const len m = s - start < BLOCK ? s - start : BLOCK, visible = a->causal ? start + m : s;
+                fetch(dq_, sample, head, start, m, d, 1);
+                fetch(dk_, sample, head, start, m, d, 1);
+                fetch(dv_, sample, head, start, m, d, 1);
+                if (goes_on) {
+                    fetch(k, then, after, start, m, d, 0);
+                    fetch(v, then, after, start, m, d, 0);
+                    fetch(q, then, after, start, m, d, 0);
+                    fetch(grad, then, after, start, m, d, 0);
+                    fetch(y, then, after, start, m, d, 0);
+                }
                 for (len i = 0; i < m; i++) {
                     const REAL *RESTRICT g = gradient + (start + i) * grad.s, *RESTRICT o = output + (start + i) * y.s;
                     REAL lane[LANES] = {0};
