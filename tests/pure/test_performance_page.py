@@ -1,0 +1,137 @@
+"""docs/performance.md is what the kept figures say, and figures are read from measurements as the table promises."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import growth
+import page
+import plots
+from measurements import MEASUREMENTS, flops_per_token
+from rows import ROWS, Row, exponent, spread
+
+from mpitrain.models.gpt import GPTConfig
+
+BY_NAME = {row.name: row for row in ROWS}
+
+
+def runs(*speeds):
+    return [
+        {"tokens_per_s": speed, "cpu_ms_per_step": 1e3 / speed, "faults_per_step": 3, "foreign": 0.02, "steal": 0.01}
+        for speed in speeds
+    ]
+
+
+SAMPLE_S = {
+    "rounds": {"mpitrain": runs(110, 130, 120), "torch": runs(100, 100, 100), "numpy": runs(90, 95, 91)},
+    "peaks": [900.0, 1000.0],
+    "flops_per_token": 5,
+    "vector_bits": 256,
+    "kernels": {"mpitrain": "x86-64-v3", "torch": "torch", "numpy": "numpy"},
+}
+ABOUT = {
+    "cpu": "a core",
+    "cores": 2,
+    "system": "Linux",
+    "python": "3.12",
+    "versions": {"numpy": "2.4", "torch": None},
+    "blas": "some",
+    "kernels": "x86-64-v3",
+    "commit": "abc",
+    "command": "python benchmarks/table.py",
+    "time": "2026-01-01 00:00:00 +0000",
+}
+
+
+def result(**measurements):
+    kept = {"about": ABOUT, "rounds": 3, "seconds": 1.0, "loadavg": 0.1}
+    return {"measurements": {name: {**kept, "data": data} for name, data in measurements.items()}}
+
+
+def test_the_committed_page_and_figures_are_what_the_committed_result_gives():
+    kept = json.loads(page.KEPT.read_text())
+    for path, text in page.files(kept).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python benchmarks/table.py --write-docs"
+
+
+def test_each_row_has_a_measurement_and_each_measurement_its_method():
+    assert {row.measurement for row in ROWS} == set(MEASUREMENTS)
+    assert len(BY_NAME) == len(ROWS)
+    assert list(page.sections(page.HERE / "methods.md")) == list(MEASUREMENTS)
+    assert set(page.sections(page.HERE / "findings.md")) <= set(BY_NAME)
+
+
+def test_a_ratio_is_the_median_over_the_rounds_and_its_range():
+    figure = BY_NAME["tokens-S"].figure(SAMPLE_S)
+    assert (figure.value, figure.low, figure.high) == pytest.approx((1.2, 1.1, 1.3))
+    assert (figure.mine, figure.peer) == ("120 tokens/s", "100 tokens/s")
+
+
+def test_a_share_of_the_peak_is_that_of_the_fastest_peak():
+    figure = BY_NAME["peak-share-S"].figure(SAMPLE_S)
+    assert (figure.value, figure.peer) == (pytest.approx(120 * 5 / 1000), "50.0 %")
+
+
+def test_the_numpy_row_says_when_there_is_nothing_else_than_numpy():
+    alone = {**SAMPLE_S, "kernels": {"mpitrain": "numpy", "numpy": "numpy"}}
+    assert "no compiled kernels" in BY_NAME["numpy-S"].figure(alone).note
+    assert "no compiled kernels" not in BY_NAME["numpy-S"].figure(SAMPLE_S).note
+
+
+@pytest.mark.parametrize(
+    ("more", "values"), [(True, {1.3: "ambition", 1.25: "ambition", 1.2: "bar", 1.1: "no"}), (False, {1.3: "no"})]
+)
+def test_a_verdict_knows_which_way_is_better(more, values):
+    row = Row("x", "x", "S", spread, 1.12, 1.25, more)
+    assert {value: row.verdict(value) for value in values} == values
+
+
+def test_the_page_says_what_falls_short_and_what_was_not_measured():
+    text = page.page(result(S=SAMPLE_S))
+    assert "| tokens/s, S, 1 rank, 1 thread, dropout 0 | 120 tokens/s | 100 tokens/s | **1.20** | 1.10-1.30 |" in text
+    assert "- share of one core's FMA peak, S: **60.0 %**, where at least 75.0 % is asked for." in text
+    assert "| AdamW, ns per parameter, against PyTorch fused | - | - | not measured |" in text
+    assert "3 rounds, 1 s, 2026-01-01 00:00:00 +0000" in text
+    assert "at most 3 % of the cores taken by others" in text
+    assert "a core, 2 cores; Linux; Python 3.12; numpy 2.4; BLAS some; kernels x86-64-v3; commit abc." in text
+
+
+def test_a_table_measured_on_two_commits_names_both():
+    mixed = result(S=SAMPLE_S, M={**SAMPLE_S})
+    mixed["measurements"]["M"]["about"] = {**ABOUT, "commit": "def"}
+    text = page.page(mixed)
+    assert "commit abc (measured: S)." in text
+    assert "commit def (measured: M)." in text
+
+
+def test_the_exponent_is_that_of_the_upper_half():
+    sizes = (1, 2, 4, 8, 16)
+    assert growth.exponent(sizes, [9, 9, *(3 * size**1.5 for size in sizes[2:])]) == pytest.approx(1.5)
+
+
+def test_the_worst_part_of_a_sweep_counts():
+    parts = {"step": {"exponent": 0.9}, "start": {"exponent": 1.4}}
+    figure = exponent("ranks")({"sweeps": {"ranks": parts}})
+    assert (figure.value, figure.low, BY_NAME["cost-ranks"].verdict(figure.value)) == (1.4, 0.9, "no")
+
+
+def test_flops_are_six_a_weight_and_half_of_full_attention():
+    config = GPTConfig(layers=2, width=8, heads=2, seq_len=4, vocab=16)
+    assert flops_per_token(config) == 6 * (2 * 12 * 64 + 16 * 8) + 2 * 6 * 4 * 8
+
+
+def test_a_plot_is_whole_xml_with_a_point_for_each_value():
+    from xml.etree import ElementTree
+
+    lines = [plots.Line("a < b", [(1, 2.0), (10, 30.0)]), plots.Line("c", [(1, 5.0)], 1, dashed=True)]
+    drawing = plots.panels("title", [plots.Panel("p", lines, "x", "y", linear=True)])
+    root = ElementTree.fromstring(drawing)
+    assert len(root.findall(".//{*}circle")) == 3
+    assert "a < b" in "".join(root.itertext())
+    bars = ElementTree.fromstring(plots.bars("t", "c", [plots.Bar("x", 2.0, "2", 0), plots.Bar("y", 1.0, "1", 1)]))
+    widths = [float(bar.attrib["width"]) for bar in bars.findall("{*}rect[@rx='2']")]
+    assert widths[0] == 2 * widths[1]
