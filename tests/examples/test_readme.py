@@ -52,6 +52,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "python examples/01_autograd.py": ("python examples/01_autograd.py", ""),
     "mpitrain local -n 4 examples/02_collectives.py": ("mpitrain local -n 2 examples/02_collectives.py", ""),
     "mpitrain local -n 4 examples/03_data_parallel.py": ("mpitrain local -n 3 examples/03_data_parallel.py", ""),
+    # docs/explanation/kernels.md
+    "MPITRAIN_KERNELS=numpy ./run_mpi.sh -n 4 examples/train_gpt.py --steps 20": (
+        f"MPITRAIN_KERNELS=numpy python examples/train_gpt.py --steps 2 {TINY}",
+        "",
+    ),
+    # docs/how-to/fuzz.md
+    ".venv/bin/python tests/fuzz_graphs.py --graphs 20000": (f"python {ROOT}/tests/fuzz_graphs.py --graphs 300", ""),
+    ".venv/bin/python tests/fuzz_graphs.py --seed 20000 --seconds 3600": (
+        f"python {ROOT}/tests/fuzz_graphs.py --seed 20000 --graphs 300",
+        "",
+    ),
+    ".venv/bin/python tests/fuzz_graphs.py --kernels numpy": (
+        f"python {ROOT}/tests/fuzz_graphs.py --kernels numpy --graphs 300",
+        "",
+    ),
     # docs/how-to/train-on-your-text.md
     "./run_mpi.sh -n 8 examples/train_gpt.py --data book.txt": (f"python examples/train_gpt.py --steps 2 {TINY}", ""),
     "./run_mpi.sh -n 8 examples/train_gpt.py --data notes/": (
