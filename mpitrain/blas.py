@@ -1,7 +1,7 @@
 """Which code NumPy's OpenBLAS takes: on one family of processors its own choice is not the fastest.
 
 OpenBLAS chooses by the instructions that a processor has.  AMD's Zen 4 has AVX-512 but runs such an instruction as two
-halves, and there OpenBLAS's AVX2 code multiplies matrices 3 to 8 % faster than its AVX-512 code (docs/performance.md).
+halves, and there OpenBLAS's AVX2 code multiplies matrices about 6 % faster than its AVX-512 code (docs/performance.md).
 The choice is made when NumPy is loaded, by an environment variable, so this module is imported before NumPy is.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "OPENBLAS_CORETYPE"
 NUMPY_WAS_LOADED = "numpy" in sys.modules
@@ -49,3 +50,13 @@ def is_zen4() -> bool:
 
 def _fields(line: str) -> list[str]:
     return [part.strip() for part in line.split(":", 1)]
+
+
+def library() -> str:
+    """Name, version and processor type of the BLAS library that NumPy uses, as far as it says."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return "unknown"
+    found: dict[str, Any] = next((pool for pool in threadpool_info() if pool["user_api"] == "blas"), {})
+    return " ".join(str(found.get(key)) for key in ("internal_api", "version", "architecture"))

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpitrain import kernels
 from mpitrain.backend import Array, to_host
-from mpitrain.blas import NUMPY_WAS_LOADED
+from mpitrain.blas import NUMPY_WAS_LOADED, library
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.errors import ConfigError, StateError
@@ -35,7 +35,7 @@ def agree_on_arithmetic(world: World) -> None:
         ConfigError: MPITRAIN_KERNELS names a level that a rank does not have; on every rank.
         StateError: in deterministic mode, the ranks' BLAS libraries compute differently.
 
-    Cost: one small message, and where processors differ one more.
+    Cost: two small messages, and where processors differ one more.
     """
     mine, mistake = kernels.levels()[-1], None
     try:
@@ -47,7 +47,7 @@ def agree_on_arithmetic(world: World) -> None:
     kernels.use(kernels.common(level for level, _ in found))
     if len({processor for _, processor in found}) == 1:
         return
-    libraries = world.exchange(blas())
+    libraries = world.exchange(library())
     odd = next((rank for rank, library in enumerate(libraries) if library != libraries[0]), None)
     if odd is None:
         return
@@ -68,16 +68,6 @@ def _processor() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         words += [line for line in itertools.islice(lines, 30) if line.startswith(("model name", "flags", "Features"))]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-
-
-def blas() -> str:
-    """Name, version and processor type of the BLAS library that NumPy uses, as far as it says."""
-    try:
-        from threadpoolctl import threadpool_info
-    except ImportError:
-        return "unknown"
-    found = next((pool for pool in threadpool_info() if pool["user_api"] == "blas"), {})
-    return " ".join(str(found.get(key)) for key in ("internal_api", "version", "architecture"))
 
 
 def check_replicas(flats: Sequence[Flat], mesh: Mesh, when: str) -> None:

@@ -81,3 +81,11 @@ def test_ranks_whose_numpy_came_first_are_told_apart():
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         seen.add(done.stdout)
     assert len(seen) == 2
+
+
+def test_the_library_says_who_it_is():
+    pytest.importorskip("threadpoolctl")
+    import numpy as np
+
+    np.ones((2, 2)) @ np.ones((2, 2))
+    assert len(blas.library().split()) >= 3
