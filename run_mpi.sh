@@ -337,6 +337,9 @@ case $launcher in
       for name in OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS BLIS_NUM_THREADS PYTHONUNBUFFERED MPITRAIN_TTY MPITRAIN_NP; do
         forward+=(-x "$name")
       done
+      # mpirun gets this process's number, and would not start beside what a killed one of that number has left behind.
+      left=${TMPDIR:-/tmp}/ompi.$$
+      [ ! -O "$left" ] || rm -rf -- "$left"
     fi
     exec mpirun -n "$ranks" "${forward[@]+"${forward[@]}"}" "$@"
     ;;

@@ -97,10 +97,17 @@ class Launch:
         self._token = uuid.uuid4().hex
         self._began = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by __exit__)
+        # Of its own: mpirun does not start beside what a killed one with the same process number has left behind.
+        self._scratch = tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
         self.process = subprocess.Popen(
             [mpirun, *_TAGGED[vendor(mpirun)], "-n", str(ranks), *command],
             env=environment(
-                **{_TOKEN: self._token, "MPITRAIN_TEST_STACKS_AFTER": str(max(2.0, timeout - 4))}, **(env or {})
+                **{
+                    _TOKEN: self._token,
+                    "MPITRAIN_TEST_STACKS_AFTER": str(max(2.0, timeout - 4)),
+                    "TMPDIR": self._scratch.name,
+                },
+                **(env or {}),
             ),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -114,6 +121,7 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         self._kill_all()
         self._output.close()
+        self._scratch.cleanup()
 
     def processes(self) -> list[int]:
         """All living processes of this launch, the launcher's own among them."""

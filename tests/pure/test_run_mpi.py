@@ -456,6 +456,16 @@ def test_a_cluster_with_nothing_but_srun_starts_ranks_as_its_site_says(clone):
     ]
 
 
+@pytest.mark.parametrize(("mpi", "left"), [("openmpi", False), ("mpich", True)])
+def test_what_a_killed_mpirun_left_behind_does_not_stop_the_next_of_its_process_number(clone, tmp_path, mpi, left):
+    program = 'mkdir -p "$TMPDIR/ompi.$$/1"; touch "$TMPDIR/ompi.$$/pmix.host.tool"; exec "$0"'
+    env = {"PATH": str(clone.bin), "HOME": str(clone.elsewhere), "RECORD": str(clone.record)}
+    env |= {"TMPDIR": str(tmp_path), "MPITRAIN_MPI": mpi}
+    subprocess.run(["bash", "-c", program, str(clone.root / "run_mpi.sh")], env=env, check=True, capture_output=True)
+    assert clone.calls()[-1][0] == "mpirun"
+    assert bool(list(tmp_path.glob("ompi.*"))) == left
+
+
 def test_the_system_mpi_is_linked_from_beside_its_mpirun(clone):
     prefix = clone.elsewhere / "mpi"
     (prefix / "bin").mkdir(parents=True)
