@@ -66,6 +66,7 @@ def gpt_config(config: Config, vocab: int) -> GPTConfig:
         dropout=config.dropout,
         tied=config.tied,
         gelu=config.gelu,
+        kv_heads=config.kv_heads,
     )
 
 
@@ -79,7 +80,14 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
     here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     together(mesh.world, lambda: check_memory(config, sizes.num_parameters, mesh.dp.size, here, memory))
-    return GPT(sizes, mesh, seed=config.seed, dtype=DTYPES[config.dtype])
+    return GPT(
+        sizes,
+        mesh,
+        sequence_parallel=config.sequence_parallel,
+        cp_attention=config.cp_attention,
+        seed=config.seed,
+        dtype=DTYPES[config.dtype],
+    )
 
 
 def build_optimizer(config: Config, model: GPT) -> Optimizer:

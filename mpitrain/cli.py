@@ -2,6 +2,7 @@
 
 mpitrain train [options]               train a language model (also: python examples/train_gpt.py)
 mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
+mpitrain verify --layout dp2,tp2 SCRIPT [args]    prove that a layout is the same training run as one rank
 mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
 """
 
@@ -68,12 +69,16 @@ def _dispatch(words: list[str]) -> int:
             return train(rest)
         case "local":
             return _local(rest)
+        case "verify":
+            from mpitrain.verify import main as verify
+
+            return verify(rest)
         case "doctor":
             from mpitrain.doctor import main as doctor
 
             return doctor(rest)
         case _:
-            raise ConfigError(f"{word!r} is no command of mpitrain.  Commands: train local doctor; see mpitrain --help")
+            raise ConfigError(f"{word!r} is no command of mpitrain.  Commands: train local verify doctor; see mpitrain --help")
 
 
 def _local(words: list[str]) -> int:

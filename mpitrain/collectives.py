@@ -11,6 +11,7 @@ backward takes the gradient back, from the dual of the second to the dual of the
     reduce_scatter(dim)   Partial -> Shard          reduce-scatter    all-gather
     gather(dim)           Shard -> Invariant        all-gather        own slice
     split(dim)            Invariant -> Shard        own slice         all-gather
+    pick(dim)             Replicate -> Shard        any slice         zeros around it
     all_to_all(i, j)      Shard(i) -> Shard(j)      all-to-all        all-to-all, i and j and counts swapped
     shift(k)              Shard -> Shard            pass on by k      pass on by -k       the ring of ring attention
     max_over              -                         maximum           none                statistics only
@@ -46,10 +47,14 @@ class Along(NamedTuple):
 
 
 class Arrow(Function):
-    """A collective as an op: linear, with a state on each side.
+    """An op that sends over the axis in its keyword argument `axis`: a state on each side.
+
+    A collective is linear.  An op that sends in the course of a computation (a lookup in a table that is cut, attention
+    over cut sequences) is an Arrow too: it says what becomes of input 0 on that axis, its other inputs being the same on
+    all ranks of it; its `like` is the op whose rules hold on all other axes, and `linear = ()` if it is not linear.
 
     Class attributes:
-        arrow: (state the input must be in, state of the output); `Along("dim")` is Shard(dim).
+        arrow: (state the input must be in, state of the output); `Along("dim")` is Shard(dim), Shard(-1) the last dim.
     """
 
     linear = (0,)
@@ -171,6 +176,29 @@ class Split(Arrow):
         return (axis.all_gather(grad, dim),)
 
 
+class Pick(Arrow):
+    """Replicate -> Shard(dim), by slices that each rank chooses and that may overlap.  Backward: zeros around it."""
+
+    arrow = (REPLICATE, Along("dim"))
+    weight_side = True
+
+    @staticmethod
+    def forward(x: Array, *, axis: Communicator, dim: int, start: int, stop: int) -> tuple[Array, tuple[int]]:
+        return x[_slices(x, dim, start, stop)], (x.shape[dim],)
+
+    @staticmethod
+    def backward(
+        grad: Array, length: int, *, wanted: Any, axis: Communicator, dim: int, start: int, stop: int
+    ) -> tuple[Array]:
+        whole = array_module(grad).zeros((*grad.shape[:dim], length, *grad.shape[dim + 1 :]), grad.dtype)
+        whole[_slices(whole, dim, start, stop)] = grad
+        return (whole,)
+
+
+def _slices(x: Array, dim: int, start: int, stop: int) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) if i == dim else slice(None) for i in range(x.ndim))
+
+
 class AllToAll(Arrow):
     """Shard(i) -> Shard(j).  Backward: the same with i and j, and sent and received, swapped."""
 
@@ -221,6 +249,7 @@ ARROWS: tuple[type[Arrow], ...] = (
     ReduceScatter,
     Gather,
     Split,
+    Pick,
     AllToAll,
     Shift,
 )
@@ -325,6 +354,20 @@ def split(x: Tensor, axis: Communicator, dim: int = 0) -> Tensor:
     Cost: nothing forward; (n-1)/n of x's bytes sent by each rank backward.
     """
     return Split.apply(x, axis=axis, dim=dim)
+
+
+def pick(x: Tensor, axis: Communicator, dim: int, start: int, stop: int) -> Tensor:
+    """Use a slice of a value of which this rank has its own copy.   Replicate -> Shard(dim).
+
+    Unlike `split`, slices may overlap (ranks that share a head of keys) and need not cover x.  Backward sends nothing:
+    the gradient is Partial, zero outside the slice.
+
+    Raises:
+        ShapeError: the slice is not within x.
+    """
+    if not 0 <= start <= stop <= x.shape[dim]:
+        raise ShapeError(f"pick: {start}:{stop} is not within dim {dim} of shape {x.shape}")
+    return Pick.apply(x, axis=axis, dim=dim, start=start, stop=stop)
 
 
 def all_to_all(x: Tensor, axis: Communicator, i: int = 0, j: int = 0, counts: Counts = None) -> Tensor:

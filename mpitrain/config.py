@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from mpitrain.errors import ConfigError, MeshError
+from mpitrain.errors import ConfigError
 from mpitrain.options import (
     Interval,
     Option,
@@ -47,6 +47,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 """Models by name and their sizes; the last four are those of Radford et al. 2019 (GPT-2), table 2."""
 
 SIZES = ("layers", "width", "heads", "seq_len")
+CONTEXT_KINDS = ("ring", "ulysses", "rsa")
 BUDGET = 255.0  # seconds of training where neither --steps nor --budget is given: a run of five minutes with its start
 
 DEFAULT_EVALUATIONS = 5  # of the validation loss, the last one included
@@ -72,6 +73,13 @@ class Config:
     width: int = whole(None, "size of the residual stream, a multiple of --heads", 1, 65536, unset=_OF_MODEL)
     heads: int = whole(None, "attention heads", 1, 1024, unset=_OF_MODEL)
     seq_len: int = whole(None, "tokens of a sequence", 1, 1048576, unset=_OF_MODEL)
+    kv_heads: int | None = whole(
+        None,
+        "heads of keys and values, each shared by a group of --heads",
+        1,
+        1024,
+        unset="default: as many as --heads",
+    )
     tied: bool = switch(False, "use the token table as the output head too, or not", off="untied")
     gelu: str = choice("tanh", "GPT-2's approximation of GELU, or the exact one", ("tanh", "erf"))
     dropout: float = number(0.0, "share of activations that are dropped", Interval(0, 1, below=True), metavar="P")
@@ -104,10 +112,15 @@ class Config:
     momentum: float = number(0.9, "sgd: decay of the velocity", Interval(0, 1, below=True))
     clip: float = number(1.0, "largest global norm of the gradient (0: no clipping)", Interval(0, 10**6))
 
-    dp: int | None = whole(None, "ranks over which the batch is divided", 1, 2**20, unset="default: all ranks")
+    dp: int | None = whole(None, "ranks over which the batch is divided", 1, 2**20, unset="default: all that are left")
+    tp: int = whole(1, "ranks over which every layer is cut: heads, hidden units, vocabulary", 1, 2**20)
+    sequence_parallel: bool = switch(False, "cut norms, dropouts and residuals over --tp too, along the sequence")
+    cp: int = whole(1, "ranks over which every sequence is cut", 1, 2**20)
+    cp_attention: str = choice("ring", "how attention reaches the keys of other ranks of --cp", CONTEXT_KINDS)
     reducer: str = choice("flat", "gradients in one message, or in buckets during backward", ("flat", "bucketed"))
     bucket_mib: float = number(1.0, "bucketed: size of a bucket in MiB", Interval(0, 4096, above=True))
     deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")
+    check: bool = switch(False, "check every message and the state of every value, at some cost")
     timeout: float = number(300.0, "end the job when a message waits this long", Interval(1, _MONTH), metavar="SECONDS")
     start_timeout: float | None = number(
         None,
@@ -280,6 +293,11 @@ def _check(config: Config) -> None:
             f"--width {width} is not divisible by --heads {heads}: all heads must have the same size.  "
             f"Try --width {near}."
         )
+    if config.kv_heads is not None and heads % config.kv_heads:
+        raise ConfigError(
+            f"--heads {heads} is not divisible by --kv-heads {config.kv_heads}: every head of keys and values serves as "
+            "many heads of queries."
+        )
     if batch % microbatches:
         near = max(microbatches, round(batch / microbatches) * microbatches)
         raise ConfigError(
@@ -301,23 +319,16 @@ def _check(config: Config) -> None:
         raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
 
 
-def check_layout(config: Config, world_size: int, dp: int) -> None:
-    """Refuse a batch that cannot be divided evenly over the ranks.
+def check_layout(config: Config, dp: int) -> None:
+    """Refuse sizes that cannot be cut evenly over the ranks.
 
     Args:
         config: the settings.
-        world_size: number of ranks that were started.
         dp: ranks over which the batch is divided.
 
     Raises:
-        MeshError: dp does not divide the ranks.
-        ConfigError: the batch is not divisible by dp x micro-batches.
+        ConfigError: batch, heads or sequence do not divide.
     """
-    if dp < 1 or world_size % dp:
-        raise MeshError(
-            f"--dp {dp} does not divide the {world_size} ranks that were started.  Start as many ranks as --dp says,\n"
-            "or leave --dp out."
-        )
     parts = dp * config.microbatches
     if config.batch % parts:
         near = max(parts, round(config.batch / parts) * parts)
@@ -325,13 +336,46 @@ def check_layout(config: Config, world_size: int, dp: int) -> None:
             f"--batch {config.batch} is not divisible by {parts} (--dp {dp} x --microbatches {config.microbatches}): "
             f"every micro-batch of every rank needs as many sequences.  Try --batch {near}."
         )
+    _check_heads(config)
+    _check_sequence(config)
+
+
+def _check_heads(config: Config) -> None:
+    """Whole heads for every rank of tp, and with Ulysses of tp x cp."""
+    tp, heads = config.tp, config.heads
+    groups = config.kv_heads if config.kv_heads is not None else heads
+    if heads % tp:
+        raise ConfigError(f"--heads {heads} is not divisible by --tp {tp}: every rank needs whole heads.")
+    if groups % tp and tp % groups:
+        raise ConfigError(f"--kv-heads {groups} and --tp {tp}: one of the two must be a multiple of the other.")
+    here = heads // tp, max(1, groups // tp)
+    if config.cp_attention == "ulysses" and (here[0] % config.cp or here[1] % config.cp):
+        raise ConfigError(
+            f"--cp-attention ulysses cuts heads: {here[0]} heads of queries and {here[1]} of keys a rank of --tp are not "
+            f"both divisible by --cp {config.cp}.  Take --cp-attention ring, which cuts none."
+        )
+
+
+def _check_sequence(config: Config) -> None:
+    """As many tokens for every rank of cp, and with sequence parallelism for every rank of tp among them."""
+    cp, tp = config.cp, config.tp if config.sequence_parallel else 1
+    halves = 2 if config.cp_attention == "ring" and cp > 1 else 1
+    parts = math.lcm(halves * cp, cp * tp)
+    if config.seq_len % parts:
+        near = max(parts, round(config.seq_len / parts) * parts)
+        why = [f"--cp {cp}" + (" (ring attention gives each rank an early and a late part)" if halves == 2 else "")] * (
+            cp > 1
+        ) + [f"--tp {tp} with --sequence-parallel"] * (tp > 1)
+        raise ConfigError(
+            f"--seq-len {config.seq_len} is not divisible by {parts}: {' and '.join(why)}.  Try --seq-len {near}."
+        )
 
 
 def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: int, host_bytes: int) -> None:
     """Refuse a model that certainly does not fit, before anything is allocated.
 
-    Counts what every rank holds at the least: weights, gradients and two moments, and the input of every block for one
-    micro-batch.
+    Counts what every rank holds at the least: its part of weights, gradients and two moments, and of the input of every
+    block for one micro-batch.
 
     Args:
         config: the settings.
@@ -346,8 +390,9 @@ def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: in
     size = 8 if config.dtype == "float64" else 4
     moments = 2 if config.optimizer == "adamw" else 1
     rows = config.batch // (dp * config.microbatches)
-    weights = (2 + moments) * num_parameters * size
-    activations = rows * config.seq_len * config.width * config.layers * size
+    weights = (2 + moments) * num_parameters * size // config.tp
+    stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
+    activations = rows * config.seq_len * config.width * config.layers * size // stream
     needed = (weights + activations) * ranks_on_host
     if needed > host_bytes:
         raise ConfigError(

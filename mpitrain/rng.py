@@ -319,5 +319,9 @@ class Draw(NamedTuple):
         """The draw of some of the samples: the same numbers as theirs in the whole."""
         return self._replace(places=self.places[samples])
 
+    def at(self, positions: slice) -> Draw:
+        """The draw of some of the positions: the same numbers as theirs in the whole."""
+        return self._replace(positions=self.positions[positions])
+
     def _samples(self, stream: str) -> Array:
         return absorb(stream_key(self.seed, stream, self.step), self.places)

@@ -95,6 +95,10 @@ class Spec:
         """The axes over whose merge the gradient is summed: the one rule."""
         return tuple(axis for axis in ATOMIC_AXES if self.state(axis) == REPLICATE)
 
+    def shared_axes(self) -> tuple[str, ...]:
+        """The axes along which all ranks hold the same values: Replicate or Invariant."""
+        return tuple(axis for axis in ATOMIC_AXES if self.state(axis) in (REPLICATE, INVARIANT))
+
     def shard_dims(self) -> dict[str, int]:
         """Axis -> tensor dim, for every axis over which the parameter is cut, in the order of ATOMIC_AXES."""
         states = {axis: self.state(axis) for axis in ATOMIC_AXES}

@@ -21,12 +21,12 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
     return [
         (
             "model",
-            f"{config.model}: {config.layers} layers, width {config.width}, {config.heads} heads, "
+            f"{config.model}: {config.layers} layers, width {config.width}, {_heads(config)}, "
             f"{config.seq_len} tokens, {'tied' if config.tied else 'untied'} head",
         ),
         ("parameters", f"{model.num_parameters:,} in {config.dtype}, {len(model.parameters())} tensors"),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
-        ("mesh", grid.removeprefix("mesh of 1 rank: ")),
+        ("mesh", ", ".join([grid.removeprefix("mesh of 1 rank: "), *_cuts(config, mesh)])),
         (
             "kernels",
             kernels.level() if len(kernels.levels()) > 1 else "NumPy only, slower (mpitrain doctor says what to do)",
@@ -41,6 +41,18 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         ("corpus", str(corpus)),
         ("run", str(folder)),
     ]
+
+
+def _heads(config: Config) -> str:
+    grouped = config.kv_heads is not None and config.kv_heads != config.heads
+    return f"{config.heads} heads" + (f" ({config.kv_heads} of keys and values)" if grouped else "")
+
+
+def _cuts(config: Config, mesh: Mesh) -> list[str]:
+    """What besides the axes says how values are cut."""
+    return ["sequence parallel on tp"] * (config.sequence_parallel and mesh.tp.size > 1) + [
+        f"{config.cp_attention} attention over cp"
+    ] * (mesh.cp.size > 1)
 
 
 def _cores() -> str:

@@ -49,7 +49,7 @@ TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
 BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than the ten that were timed
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
-MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
+MUST_STAY = ("layers", "width", "heads", "kv_heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
 
 
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = together(ranks, lambda: _settings_of_resumed(flags, found)) or config
     else:
         found = None
-    mesh = Mesh(ranks, dp=config.dp)
-    settings.check_layout(config, ranks.size, mesh.dp.size)
+    mesh = Mesh(ranks, dp=config.dp, cp=config.cp, tp=config.tp)
+    settings.check_layout(config, mesh.dp.size)
     Training(config, mesh, found, began).run()
     return 0
 
@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _settings_of_resumed(flags: list[str], found: Path) -> Config:
     """The settings with which the run was started, and flags that win over them; its number of steps stays."""
     saved = checkpoint.read_manifest(found).scalars.get("config")
+    if isinstance(saved, dict):
+        saved = {"kv_heads": None, **saved}  # runs that are older than this setting do not name it
     if not isinstance(saved, dict) or not saved.keys() >= {"steps", *MUST_STAY}:
         raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
     # Settings may name another place: the folder was moved or copied, or is seen from another working directory.
@@ -170,7 +172,7 @@ class Training:
             raise CheckpointError(
                 f"{self.found} has {done} steps behind it, but --steps is {steps}.  Ask for more steps than that."
             )
-        check_replicas(self.model.flats, self.mesh, f"before step {done + 1}")
+        check_replicas(self.model.parameters(), self.mesh, f"before step {done + 1}")
         together(self.world, self._write_settings, here=self.world.rank == 0)
         last = min(steps, max(self.config.stop_after or steps, done))
         self._steps(done, last, steps, optimizer)
@@ -185,7 +187,7 @@ class Training:
         path = self.folder / "metrics.jsonl"
         metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
         clock = Clock(config.batch * config.seq_len)
-        batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last)
+        batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last, self.model.positions_here)
         with metrics or contextlib.nullcontext():
             for step, batch in enumerate(batches, start=done + 1):
                 self.executor.step(batch)
@@ -229,8 +231,8 @@ class Training:
 
     def _validate(self) -> float:
         """Loss on the validation text, a mean over all ranks' windows."""
-        dp = self.mesh.dp
-        return self.executor.evaluate(self.tokens.validation(VALIDATION_ROWS * dp.size, dp.rank, dp.size))
+        dp, rows = self.mesh.dp, VALIDATION_ROWS * self.mesh.dp.size
+        return self.executor.evaluate(self.tokens.validation(rows, dp.rank, dp.size, self.model.positions_here))
 
     def _finish(self, last: int, steps: int) -> None:
         """The curve of the run, and a text that the model continues."""
@@ -240,8 +242,9 @@ class Training:
         if last < steps:
             self._say(f"stopped after step {last} of {steps}; go on with: --run {self.folder} --resume latest")
         elif self.config.sample_length:
-            # Every replica holds the same weights, so one writes and the others wait.
-            sample = together(self.world, self._sample, here=self.reports)
+            # Every replica holds the same weights, so the ranks of one tp axis write and the others wait.
+            writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis != "tp")
+            sample = together(self.world, self._sample, here=writes)
             self._say(f"sample {self.folder / 'sample.txt'}\n\n{sample}\n")
         self._say(f"done in {duration(time.perf_counter() - self.began)}")
 
@@ -258,7 +261,8 @@ class Training:
         prompt = [int(token) for token in val[start : start + max(1, self.config.seq_len // 2)]]
         tokens = [*prompt, *generate(self.model, prompt, self.config.sample_length, seed=self.config.seed)]
         text = bytes(tokens).decode("utf-8", errors="replace") if is_text else " ".join(map(str, tokens))
-        (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        if self.reports:
+            (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
         return text
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -286,7 +290,8 @@ class Training:
         before = [flat.weights.copy() for flat in self.model.flats]
         self.executor = build_executor(config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS)
         times = []
-        for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS):
+        positions = self.model.positions_here
+        for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS, positions):
             times.append(seconds(lambda batch=batch: self.executor.step(batch)))
         validation = seconds(self._validate)
         for flat, weights in zip(self.model.flats, before, strict=True):

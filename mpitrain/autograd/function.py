@@ -40,14 +40,23 @@ class Function:
             not wanted.  A gradient may be `Lazy` (see `mpitrain.autograd.lazy`): a product that is not computed yet.
 
     Class attributes:
-        linear: indexes of the inputs in which the operation is (jointly) linear; states across ranks pass through.
+        linear: indexes of the inputs in which the operation is (jointly) linear; summands of a value across ranks may
+            pass through it (docs/explanation/states-and-duals.md).
+        bilinear: True if inputs 0 and 1 are factors: what `linear` says of input 0 then holds of input 1 as well, but
+            of one of the two at a time.
         weight_side: True for cast, copy, transpose and all_gather: of a weight they make a weight.
         takes_lazy: True if backward accepts a `Lazy` gradient; else it is computed first.
+        like: the operation whose rules of states hold for this one too; None: its own, or those of an operation element
+            by element.  Its inputs begin as those of `like`, and its keyword arguments are called as there.
+
+    One that sends says so by an `arrow` (mpitrain.collectives.Arrow).
     """
 
     linear: ClassVar[Container[int]] = ()
+    bilinear: ClassVar[bool] = False
     weight_side: ClassVar[bool] = False
     takes_lazy: ClassVar[bool] = False
+    like: ClassVar[type[Function] | None] = None
 
     forward: ClassVar[Any]
     backward: ClassVar[Any]
@@ -67,6 +76,9 @@ class Function:
 
         Returns:
             A Tensor, or a tuple of Tensors where forward returns a tuple.
+
+        Events: "begin" before forward, with `inputs` (the arrays) and `tensors` (the inputs as they were given); "end"
+        after the node was recorded, with `output` (forward's y), `saved` and `outputs` (a tuple of Tensors) as well.
         """
         recorded = False
         arrays = []
@@ -78,18 +90,18 @@ class Function:
                 arrays.append(t)
         listeners = LISTENERS.get()
         if listeners:
-            info = {"path": PATH.get(), "function": cls, "inputs": arrays, "static": static}
+            info = {"path": PATH.get(), "function": cls, "inputs": arrays, "tensors": inputs, "static": static}
             tell(listeners, Event("op", "begin", cls.title(), info))
-            y, saved = cls.forward(*arrays, **static)
-            tell(listeners, Event("op", "end", cls.title(), {**info, "output": y, "saved": saved}))
-        else:
-            y, saved = cls.forward(*arrays, **static)
+        y, saved = cls.forward(*arrays, **static)
         many = type(y) is tuple
         outputs = tuple([Tensor(array) for array in y]) if many else (Tensor(y),)
         if recorded:
             tape = TAPE.get()
             if tape is not None:
                 tape.record(cls, inputs, outputs, saved, static, PATH.get())
+        if listeners:
+            info = {**info, "output": y, "saved": saved, "outputs": outputs}
+            tell(listeners, Event("op", "end", cls.title(), info))
         return outputs if many else outputs[0]
 
 

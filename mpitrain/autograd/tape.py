@@ -333,6 +333,7 @@ class Tape:
         if listeners:
             name = f"{node.function.title()}.backward"
             info = {"path": node.path, "function": node.function, "grad": grad, "wanted": wanted}
+            info |= {"tape": self, "node": node}
             tell(listeners, Event("op", "begin", name, info))
             grads = node.function.backward(grad, *saved, wanted=wanted, **node.static)
             tell(listeners, Event("op", "end", name, {**info, "grads": grads}))

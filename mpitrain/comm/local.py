@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
@@ -135,7 +136,9 @@ def _live(rank: Rank, body: Callable[[int], Any], results: list[Any]) -> None:
         room.leave(rank)
 
 
-def run_script(size: int, path: str, argv: list[str]) -> int:
+def run_script(
+    size: int, path: str, argv: list[str], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> int:
     """Run a Python script on every rank, as `mpirun -n SIZE python PATH ARGV...` would.
 
     The script is compiled once and executed by each rank as a `__main__` of its own.
@@ -144,6 +147,7 @@ def run_script(size: int, path: str, argv: list[str]) -> int:
         size: number of ranks.
         path: of the script.
         argv: what the script finds in sys.argv[1:].
+        around: makes what each rank enters before its script and leaves after it (a listener, say).
 
     Returns:
         The exit code: 0 if all ranks ended well, else that of the first rank that did not.  Its traceback (or, of a
@@ -162,7 +166,8 @@ def run_script(size: int, path: str, argv: list[str]) -> int:
     def body(rank: int) -> None:
         module = mains[rank]
         assert module is not None
-        exec(code, module.__dict__)
+        with around():
+            exec(code, module.__dict__)
 
     local = LocalWorld(size)
     before = sys.argv, sys.path

@@ -1,4 +1,4 @@
-"""Where in the user's program a message was asked for: found only when somebody asks.
+"""Where in the user's program a message or an op was asked for: found only when somebody asks.
 
 Walking frames costs microseconds, so no call does it.  A report looks at the frames of the rank that waits; a listener
 calls the function that comes with the event.
@@ -11,11 +11,13 @@ import sys
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
-_PLUMBING = tuple(_PACKAGE + part for part in ("comm/", "autograd/", "collectives.py", "nn/module.py"))
+_PLUMBING = tuple(_PACKAGE + part for part in ("comm/", "autograd/", "nn/", "collectives.py", "events.py"))
 
 
 def site_of(frame: FrameType | None) -> str:
-    """The innermost line that is not plumbing (this package's comm, autograd, collectives), as `sequence.py:71`.
+    """The innermost line that is not plumbing, as `sequence.py:71`.
+
+    Plumbing is what every model stands on: this package's messages, ops, layers and events.
 
     Args:
         frame: a frame of the thread in question, e.g. `sys._current_frames()[ident]`.

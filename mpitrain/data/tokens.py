@@ -38,6 +38,8 @@ class Batch:
         step: the step, counted in attempts (for validation: the number of the batch).
         epoch: the epoch, counted from 0.
         training: False for validation, which draws no noise.
+        documents: int (b, whole sequence) number of each token's document, -1 for padding, where several share a row:
+            a token attends to its own document only.  Whole also where the rest is a part of the sequence.
     """
 
     inputs: Array
@@ -47,6 +49,7 @@ class Batch:
     step: int
     epoch: int = 0
     training: bool = True
+    documents: Array | None = None
 
     @property
     def count(self) -> int:
@@ -58,7 +61,21 @@ class Batch:
         if array_module(like) is np:
             return self
         arrays = {name: to_device(getattr(self, name), like) for name in ("inputs", "targets", "places", "positions")}
-        return replace(self, **arrays)
+        documents = None if self.documents is None else to_device(self.documents, like)
+        return replace(self, **arrays, documents=documents)
+
+    def part(self, positions: Array | None) -> Batch:
+        """The tokens at these positions of every row: what one rank of a context-parallel axis holds.
+
+        Targets stay with their inputs, since they were shifted before.
+
+        Args:
+            positions: int64 (n,), ascending; None: all, this batch itself.
+        """
+        if positions is None:
+            return self
+        inputs, targets = (np.ascontiguousarray(tokens[:, positions]) for tokens in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets, positions=self.positions[positions])
 
     def draw(self, seed: int) -> Draw | None:
         """What this batch's random numbers depend on; None for validation: no dropout, no jitter."""
@@ -78,7 +95,13 @@ class Batch:
         size = rows // num_microbatches
         parts = (slice(start, start + size) for start in range(0, rows, size))
         return [
-            replace(self, inputs=self.inputs[part], targets=self.targets[part], places=self.places[part])
+            replace(
+                self,
+                inputs=self.inputs[part],
+                targets=self.targets[part],
+                places=self.places[part],
+                documents=None if self.documents is None else self.documents[part],
+            )
             for part in parts
         ]
 
@@ -147,19 +170,29 @@ class Tokens:
         return Batch(inputs, targets, share.places, self._positions(), step, share.epoch)
 
     def batches(
-        self, batch: int, rank: int = 0, size: int = 1, start_step: int = 0, stop_step: int | None = None
+        self,
+        batch: int,
+        rank: int = 0,
+        size: int = 1,
+        start_step: int = 0,
+        stop_step: int | None = None,
+        positions: Array | None = None,
     ) -> Iterator[Batch]:
-        """`batch_at` for the steps from `start_step` on, up to but not including `stop_step` (None: without end)."""
+        """`batch_at` for the steps from `start_step` on, up to but not including `stop_step` (None: without end).
+
+        Args:
+            positions: the part of each sequence that this rank holds (`GPT.positions_here`); None: all of it.
+        """
         step = start_step
         while stop_step is None or step < stop_step:
-            yield self.batch_at(step, batch, rank, size)
+            yield self.batch_at(step, batch, rank, size).part(positions)
             step += 1
 
     def num_validation_targets(self) -> int:
         """Targets over which the validation loss is the mean: 131,072, fewer where the text is shorter."""
         return min(VALIDATION_TARGETS, (len(self.corpus.val) - 1) // self.seq_len * self.seq_len)
 
-    def validation(self, batch: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
+    def validation(self, batch: int, rank: int = 0, size: int = 1, positions: Array | None = None) -> Iterator[Batch]:
         """This rank's batches of the validation windows; every rank gets the same number of batches and rows.
 
         The windows do not overlap and are spread evenly over the validation text.  Summed over ranks and batches, the
@@ -170,6 +203,7 @@ class Tokens:
             batch: rows of a global batch.
             rank: coordinate along the axis over which the batch is divided.
             size: number of ranks on it.
+            positions: the part of each sequence that this rank holds; None: all of it.
         """
         s = self.seq_len
         slots = (len(self.corpus.val) - 1) // s
@@ -183,7 +217,7 @@ class Tokens:
             starts = np.where(real, window * slots // num_windows * s, -1)
             inputs, targets = self._windows(self.corpus.val, starts)
             targets[window[:, None] * s + np.arange(s) >= num_targets] = IGNORE
-            yield Batch(inputs, targets, places, self._positions(), number, training=False)
+            yield Batch(inputs, targets, places, self._positions(), number, training=False).part(positions)
 
     def _positions(self) -> np.ndarray:
         return np.arange(self.seq_len, dtype=np.int64)

@@ -193,11 +193,12 @@ def attention(
     mask: Array | None,
     rows: Array | None,
     drop: float,
+    keys: Array | None = None,
 ) -> Array:
     if not _attends(q, k, v, out) or _threshold(drop) >= 2**32:
-        return reference.attention(q, k, v, out, scale=scale, causal=causal, mask=mask, rows=rows, drop=drop)
+        return reference.attention(q, k, v, out, scale=scale, causal=causal, mask=mask, rows=rows, drop=drop, keys=keys)
     lse = np.empty(q.shape[:3], q.dtype)
-    _compiled.attention(lse, q, k, v, out, *_setting(q, scale, causal, mask, rows, drop, backward=False))
+    _compiled.attention(lse, q, k, v, out, *_setting(q, k, scale, causal, mask, rows, drop, keys, backward=False))
     return lse
 
 
@@ -217,16 +218,17 @@ def attention_backward(
     mask: Array | None,
     rows: Array | None,
     drop: float,
+    keys: Array | None = None,
 ) -> None:
     fits = _attends(q, k, v, y, dq, dk, dv) and _fits(q, lse) and type(grad) is np.ndarray
     if not fits or _threshold(drop) >= 2**32:
         reference.attention_backward(
-            grad, q, k, v, y, lse, dq, dk, dv, scale=scale, causal=causal, mask=mask, rows=rows, drop=drop
+            grad, q, k, v, y, lse, dq, dk, dv, scale=scale, causal=causal, mask=mask, rows=rows, drop=drop, keys=keys
         )
         return
     if not _attends(grad):  # a gradient may come broadcast or transposed
         grad = grad.astype(q.dtype, order="C")
-    setting = _setting(q, scale, causal, mask, rows, drop, backward=True)
+    setting = _setting(q, k, scale, causal, mask, rows, drop, keys, backward=True)
     _compiled.attention_backward(_solid(lse), grad, q, k, v, y, dq, dk, dv, *setting)
 
 
@@ -238,12 +240,23 @@ def _attends(*arrays: Array) -> bool:
 
 
 def _setting(
-    q: Array, scale: float, causal: bool, mask: Array | None, rows: Array | None, drop: float, *, backward: bool
+    q: Array,
+    k: Array,
+    scale: float,
+    causal: bool,
+    mask: Array | None,
+    rows: Array | None,
+    drop: float,
+    keys: Array | None,
+    *,
+    backward: bool,
 ) -> tuple[Any, ...]:
     s, d = q.shape[2:]
-    scratch = np.empty(_compiled.attention_scratch(s, d, q.itemsize, backward), np.uint8)
+    t = k.shape[2]
+    scratch = np.empty(_compiled.attention_scratch(s, t, d, q.itemsize, backward), np.uint8)
     rows = None if rows is None else _solid(rows)
-    return causal, scale, mask, rows, _threshold(drop), keep_scale(drop), scratch
+    keys = None if keys is None else _integers(keys)
+    return causal, scale, mask, rows, keys, _threshold(drop), keep_scale(drop), scratch
 
 
 # ------------------------------------------------------------------------------------------- embedding and optimizer

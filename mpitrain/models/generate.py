@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpitrain.backend import to_host
 from mpitrain.models.gpt import GPT
 from mpitrain.rng import absorb, stream_key, uniform
 
@@ -30,7 +29,7 @@ def generate(
     key = stream_key(seed, "generate")
     for place in range(length):
         window = np.array([tokens[-model.config.seq_len :]], np.int64)
-        scores = to_host(model.logits(window).data)[0, -1].astype(np.float64)
+        scores = model.next_scores(window)[0].astype(np.float64)
         tokens.append(_draw(scores, temperature, float(uniform(absorb(key, place), 1)[..., 0])))
         yield tokens[-1]
 

@@ -12,6 +12,7 @@ from mpitrain.nn import init as initial
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Initializer, Parameter
 from mpitrain.rng import Draw
+from mpitrain.spec import Spec
 
 
 class Linear(Module):
@@ -69,13 +70,14 @@ class LayerNorm(Module):
         name: path in the model.
         dim: length of the last dim.
         eps: added to the variance.
+        spec: how weight and bias lie across ranks, where not by default.
     """
 
-    def __init__(self, name: str, dim: int, eps: float = 1e-5) -> None:
+    def __init__(self, name: str, dim: int, eps: float = 1e-5, spec: Spec | None = None) -> None:
         super().__init__(name)
         self.eps = eps
-        self.weight = Parameter(f"{name}.weight", (dim,), init=initial.ones)
-        self.bias = Parameter(f"{name}.bias", (dim,), init=initial.zeros)
+        self.weight = Parameter(f"{name}.weight", (dim,), spec, init=initial.ones)
+        self.bias = Parameter(f"{name}.bias", (dim,), spec, init=initial.zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""

@@ -8,6 +8,7 @@ names begin with, and it is given the axes that it sends over.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,9 @@ import numpy as np
 from mpitrain.autograd.tape import PATH
 from mpitrain.errors import ConfigError
 from mpitrain.nn.parameter import Flat, Parameter, materialize
+
+PRECISION: ContextVar[Any] = ContextVar("mpitrain.precision", default=None)
+"""The dtype of every model that is made, whatever its script asks for; None: as asked.  A proof sets it to float64."""
 
 
 class HasCoordinates(Protocol):
@@ -39,7 +43,7 @@ class Module:
         raise TypeError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        token = PATH.set(self.name)
+        token = PATH.set(self.name or PATH.get())  # a part without a name is its owner's
         try:
             return self.forward(*args, **kwargs)
         finally:
@@ -83,6 +87,8 @@ class Module:
             if p.name in names:
                 raise ConfigError(f"two parameters are called {p.name!r}; every parameter needs a name of its own")
             names.add(p.name)
+        forced = PRECISION.get()
+        dtype = dtype if forced is None else forced
         self.seed = seed
         self.flats = materialize(parameters, mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp)
 

@@ -12,7 +12,7 @@ import itertools
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mpitrain.blas import NUMPY_WAS_LOADED, library
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.errors import ConfigError, StateError
-from mpitrain.nn.parameter import Flat
+from mpitrain.nn.parameter import Parameter
 
 
 def agree_on_arithmetic(world: World) -> None:
@@ -70,25 +70,28 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
-def check_replicas(flats: Sequence[Flat], mesh: Mesh, when: str) -> None:
-    """Compare the weights of ranks that share them.  Collective over the world.
+def check_replicas(parameters: Sequence[Parameter], mesh: Mesh, when: str) -> None:
+    """Compare the weights of ranks that hold the same ones: Replicate or Invariant on an axis.  Collective over the world.
 
     Args:
-        flats: this rank's flat buffers.
+        parameters: this rank's.
         mesh: the layout.
         when: for the message: "at the start", "after step 100".
 
     Raises:
         StateError: naming the first parameter that differs and the ranks, on every rank that shares it.
 
-    Cost: one SHA-256 over the weights, one small message for each flat buffer.
+    Cost: one SHA-256 over the weights, one small message for each set of axes.
     """
-    for flat in flats:
-        axis = mesh.merged(flat.axes)
-        if len(set(axis.exchange(_digest(flat.weights)))) == 1:
+    groups: dict[tuple[str, ...], list[Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.spec.shared_axes(), []).append(p)
+    for axes, members in groups.items():
+        axis = mesh.merged(axes)
+        if len(set(axis.exchange(_digest(p.data for p in members)))) == 1:
             continue
-        for p in flat.parameters:
-            found = axis.exchange(_digest(p.data))
+        for p in members:
+            found = axis.exchange(_digest([p.data]))
             odd = [rank for rank, digest in zip(axis.ranks, found, strict=True) if digest != found[0]]
             if odd:
                 raise StateError(
@@ -98,5 +101,8 @@ def check_replicas(flats: Sequence[Flat], mesh: Mesh, when: str) -> None:
                 )
 
 
-def _digest(array: Array) -> str:
-    return hashlib.sha256(np.ascontiguousarray(to_host(array)).view(np.uint8)).hexdigest()
+def _digest(arrays: Iterable[Array]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8))
+    return digest.hexdigest()

@@ -4,14 +4,14 @@ A column-parallel layer followed by a row-parallel one needs one all-reduce forw
 
     x  --copy-->  x W_i  -- gelu -->  h_i V_i  --all_reduce-->  y        W = [W_0 | W_1],  V = [V_0 ; V_1]
 
-Models are built from these layers from the start; on an axis of one rank they *are* the serial layers.
+Models are built from these layers from the start; on an axis of one rank they *are* the serial layers.  With sequence
+parallelism the stream outside is cut along the sequence, and other messages stand at the two ends (sequence.py).
 
 Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (there: f and g).
 """
 
 from __future__ import annotations
 
-from mpitrain import collectives
 from mpitrain.autograd.ops import linear
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.comm.communicator import Communicator
@@ -19,6 +19,7 @@ from mpitrain.errors import ShapeError
 from mpitrain.nn import init as initial
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Initializer, Parameter
+from mpitrain.parallel.sequence import between, enter, leave
 from mpitrain.spec import Shard
 
 
@@ -29,6 +30,8 @@ class ColumnLinear(Module):
     y (..., out/n)   Shard(-1) on axis    rank i holds columns [i out/n, (i+1) out/n)
 
     Forward sends nothing.  Backward all-reduces the gradient of x, the dual of `copy`.
+    With sequence parallelism x is (b, s/n, in), Shard(1): forward all-gathers it, backward reduce-scatters its
+    gradient.
 
     Raises:
         ShapeError: out_features is not divisible by axis.size.
@@ -43,10 +46,12 @@ class ColumnLinear(Module):
         *,
         bias: bool = True,
         init: Initializer | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__(name)
         _check_divides(self, "out_features", out_features, axis)
         self.axis = axis
+        self.sequence_parallel = sequence_parallel
         shape = (in_features, out_features)
         self.weight = Parameter(
             f"{name}.weight", shape, {axis.name: Shard(1)}, init=init or initial.fan_in(), decay=True
@@ -57,7 +62,8 @@ class ColumnLinear(Module):
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """x W + b, or x W for a caller that adds the bias in an op of its own."""
-        return linear(collectives.copy(x, self.axis), self.weight, self.bias if add_bias else None)
+        x = enter(x, self.axis, self.sequence_parallel)
+        return linear(x, self.weight, self.bias if add_bias else None)
 
 
 class RowLinear(Module):
@@ -67,6 +73,7 @@ class RowLinear(Module):
     y (..., out)     Invariant on axis
 
     Forward all-reduces the product; backward sends nothing.  The bias is added once, after the sum.
+    With sequence parallelism y is (b, s/n, out), Shard(1): forward reduce-scatters the product, backward all-gathers.
 
     Raises:
         ShapeError: in_features is not divisible by axis.size.
@@ -81,19 +88,22 @@ class RowLinear(Module):
         *,
         bias: bool = True,
         init: Initializer | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__(name)
         _check_divides(self, "in_features", in_features, axis)
         self.axis = axis
+        self.sequence_parallel = sequence_parallel
         shape = (in_features, out_features)
         self.weight = Parameter(
             f"{name}.weight", shape, {axis.name: Shard(0)}, init=init or initial.fan_in(), decay=True
         )
-        self.bias = Parameter(f"{name}.bias", (out_features,), init=initial.zeros) if bias else None
+        spec = between(sequence_parallel)
+        self.bias = Parameter(f"{name}.bias", (out_features,), spec, init=initial.zeros) if bias else None
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """x W + b, or x W for a caller that adds the bias in an op of its own."""
-        y = collectives.all_reduce(linear(x, self.weight, None), self.axis)
+        y = leave(linear(x, self.weight, None), self.axis, self.sequence_parallel)
         return y if self.bias is None or not add_bias else y + self.bias
 
 

@@ -114,11 +114,13 @@ class Executor:
     def _run_all(self, step: _Step) -> None:
         listeners = LISTENERS.get()
         for place, action in enumerate(self.row):
-            if listeners:
-                tell(listeners, Event("action", "begin", str(action), {"action": action}))
+            if not listeners:
+                self._run(action, step, place)
+                continue
+            info = {"action": action, "executor": self, "batch": step.micro(action)}
+            tell(listeners, Event("action", "begin", str(action), info))
             self._run(action, step, place)
-            if listeners:
-                tell(listeners, Event("action", "end", str(action), {"action": action}))
+            tell(listeners, Event("action", "end", str(action), {**info, "output": step.output(action)}))
 
     def _run(self, action: Action, step: _Step, place: int) -> None:
         micro = -1 if action.micro is None else action.micro
@@ -198,3 +200,11 @@ class _Step:
         self.flying: dict[int, tuple[Tensor, Tape]] = {}
         self.targets = 0
         self.loss = 0.0
+
+    def micro(self, action: Action) -> Any:
+        """The micro-batch of an action, for listeners; None where it has none."""
+        return None if action.micro is None or not self.micros else self.micros[action.micro]
+
+    def output(self, action: Action) -> Tensor | None:
+        """What an F made, for listeners."""
+        return self.flying[action.micro][0] if action.kind == "F" and action.micro in self.flying else None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from strict_array import crossings, ndarray
 
-from mpitrain.collectives import ARROWS, AllToAll, MaxOver, Shift
+from mpitrain.collectives import ARROWS, AllToAll, MaxOver, Pick, Shift
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import world
 from mpitrain.errors import CommError, ShapeError
@@ -96,6 +96,8 @@ def test_every_differentiable_message_has_the_bits_of_numpy(cupy, arrow):
         statics = [{"i": 0, "j": 0}, {"i": 1, "j": 0}]
     elif arrow is Shift:
         statics = [{"dim": 0, "k": 1}]
+    elif arrow is Pick:
+        statics = [{"dim": 1, "start": 2, "stop": 5}]
     elif arrow is MaxOver or not any(hasattr(side, "argument") for side in arrow.arrow):
         statics = [{}]
 

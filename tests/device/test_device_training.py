@@ -135,7 +135,7 @@ def test_the_same_text_is_generated(cupy):
 def test_replicas_on_devices_are_compared(cupy):
     def main() -> None:
         mesh = Mesh(world())
-        check_replicas(GPT(SIZES, mesh, xp=cupy).flats, mesh, "at the start")
+        check_replicas(GPT(SIZES, mesh, xp=cupy).parameters(), mesh, "at the start")
 
     LocalWorld(2).run(main)
 

@@ -44,6 +44,8 @@ def statics(arrow: type[Arrow], n: int) -> list[dict[str, Any]]:
         uneven = [[(a + 2 * b) % 3 for b in range(n)] for a in range(n)]
         even = [{"i": i, "j": j, "counts": None} for i in range(3) for j in range(3)]
         return even + [{"i": d, "j": d, "counts": uneven} for d in range(3)]
+    if arrow is collectives.Pick:
+        return [{"dim": dim, "start": n // 2, "stop": n} for dim in range(3)]
     if arrow is collectives.Shift:
         return [{"k": k, "dim": dim} for k in (-1, 0, 1, 2, n) for dim in (0, 2)]
     return [{"dim": dim} for dim in range(3)] if "dim" in sides else [{}]
@@ -91,6 +93,7 @@ def test_every_arrow_goes_back_along_the_duals() -> None:
         "reduce_scatter": "all_gather",
         "gather": "split",
         "split": "gather",
+        "pick": "nothing",
         "all_to_all": "all_to_all",
         "shift": "shift",
     }

@@ -17,7 +17,7 @@ def build(spoil_rank, spoil_name):
     for p in model.parameters():
         if mesh.world.rank == spoil_rank and p.name == spoil_name:
             p.data.reshape(-1).view(np.uint32)[-1] ^= 1  # the lowest bit of one element
-    check_replicas(model.flats, mesh, "at the start")
+    check_replicas(model.parameters(), mesh, "at the start")
 
 
 def test_equal_replicas_pass():

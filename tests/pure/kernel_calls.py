@@ -20,6 +20,7 @@ from mpitrain.rng import absorb, stream_key
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 100, 257)
 DROP = 0.3
 IGNORE = -100
+ELSEWHERE = -7  # a target that counts, whose logit another rank holds
 ADAMW = {"update": 3, "lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -136,6 +137,7 @@ def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> 
     if kernel in ("cross_entropy", "cross_entropy_backward"):
         logits, targets = 4 * normal(*matrix), rng.integers(0, width, rows)
         targets[: rows // 8] = IGNORE
+        targets[rows // 8 : rows // 3] = ELSEWHERE
         targets[-1:], targets[rows // 2 : rows // 2 + 1] = width - 1, 0
         if kernel == "cross_entropy":
             return logits, targets
@@ -192,10 +194,12 @@ def attend(
     mask: np.ndarray | None = None,
     rows: np.ndarray | None = None,
     drop: float = 0.0,
+    keys: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """[out, lse, dq, dk, dv] of attention and its backward, written `into` the first, third, fourth and fifth."""
-    out, dq, dk, dv = into or [np.empty(q.shape, q.dtype) for _ in range(4)]
+    out, dq, dk, dv = into or [np.empty(x.shape, q.dtype) for x in (q, q, k, v)]
     setting = {"scale": 1 / math.sqrt(max(1, q.shape[3])), "causal": causal, "mask": mask, "rows": rows, "drop": drop}
+    setting["keys"] = keys
     lse = kernels.attention(q, k, v, out, **setting)
     kernels.attention_backward(grad, q, k, v, out, lse, dq, dk, dv, **setting)
     return [out, lse, dq, dk, dv]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.config import MODELS, OPTIONS, Config, check_layout, check_memory, load, parse, usage, wants_help, write
-from mpitrain.errors import ConfigError, MeshError
+from mpitrain.errors import ConfigError
 from mpitrain.options import Interval, _toml, show
 
 
@@ -283,13 +283,59 @@ def test_values_are_shown_on_one_short_line():
 
 
 def test_a_batch_must_divide_over_the_ranks_and_their_micro_batches():
-    check_layout(Config(batch=24, microbatches=4), 3, 3)
+    check_layout(Config(batch=24, microbatches=4), 3)
     with pytest.raises(
         ConfigError, match=r"--batch 16 is not divisible by 12 \(--dp 3 x --microbatches 4\).*--batch 12"
     ):
-        check_layout(Config(batch=16, microbatches=4), 3, 3)
-    with pytest.raises(MeshError, match="--dp 3 does not divide the 8 ranks"):
-        check_layout(Config(), 8, 3)
+        check_layout(Config(batch=16, microbatches=4), 3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 4},
+        {"tp": 4, "kv_heads": 2},
+        {"tp": 2, "kv_heads": 2},
+        {"cp": 4},
+        {"cp": 4, "cp_attention": "ulysses"},
+        {"cp": 2, "cp_attention": "ulysses", "kv_heads": 2},
+        {"cp": 64, "cp_attention": "rsa"},
+        {"cp": 2, "tp": 4, "sequence_parallel": True},
+    ],
+)
+def test_a_layout_that_divides_everything_is_accepted(sizes):
+    check_layout(Config(**sizes), 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tp": 3}, r"--heads 4 is not divisible by --tp 3"),
+        ({"heads": 8, "kv_heads": 4, "tp": 8}, None),
+        ({"heads": 12, "width": 96, "kv_heads": 6, "tp": 4}, r"--kv-heads 6 and --tp 4: one of the two"),
+        ({"cp": 3, "cp_attention": "ulysses"}, r"4 heads of queries and 4 of keys a rank of --tp.*--cp 3.*ring"),
+        ({"cp": 2, "tp": 2, "kv_heads": 2, "cp_attention": "ulysses"}, r"2 heads of queries and 1 of keys"),
+        ({"cp": 64}, r"--seq-len 64 is not divisible by 128: --cp 64 \(ring.*Try --seq-len 128"),
+        ({"cp": 3}, r"--seq-len 64 is not divisible by 6.*Try --seq-len 66"),
+        ({"cp": 3, "cp_attention": "rsa"}, r"--seq-len 64 is not divisible by 3: --cp 3\.  Try --seq-len 63"),
+        (
+            {"tp": 4, "seq_len": 62, "sequence_parallel": True},
+            r"--seq-len 62 is not divisible by 4: .*Try --seq-len 64",
+        ),
+        ({"tp": 4, "seq_len": 62}, None),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(sizes, text):
+    if text is None:
+        check_layout(Config(**sizes), 1)
+        return
+    with pytest.raises(ConfigError, match=text):
+        check_layout(Config(**sizes), 1)
+
+
+def test_heads_of_queries_are_a_multiple_of_those_of_keys():
+    with pytest.raises(ConfigError, match="--heads 4 is not divisible by --kv-heads 3"):
+        Config(kv_heads=3)
 
 
 def test_a_model_that_cannot_fit_is_refused_and_one_that_may_is_not():

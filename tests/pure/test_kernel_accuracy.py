@@ -200,7 +200,7 @@ def exact_cross_entropy(eps, logits, targets):
     spread = (e / total[:, None] * (peak - logits)).sum(1)
     off = 4 + 1.5 * chain(logits.shape[1]) + spread + np.abs(lse) + np.log(total)
     counts = targets != IGNORE
-    picked = np.where(counts, logits[np.arange(len(targets)), np.where(counts, targets, 0)], 0)
+    picked = np.where(targets >= 0, logits[np.arange(len(targets)), np.maximum(targets, 0)], 0)
     loss = np.where(counts, lse - picked, 0)
     return [loss.sum(), lse], [np.where(counts, off + np.abs(loss), 0).sum() + np.abs(loss.sum()), off]
 

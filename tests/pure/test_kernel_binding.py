@@ -12,6 +12,7 @@ import pytest
 _compiled = pytest.importorskip("mpitrain.kernels._compiled", reason="mpitrain was built without a C compiler")
 
 SHAPE = (1, 2, 5, 3)
+KEYS = (1, 2, 4, 3)
 
 
 def zeros(*shape, dtype=np.float32):
@@ -22,10 +23,11 @@ def good():
     """Arguments of every function that are right; the shapes are those of rows of 6, or (b, h, s, d) for attention."""
     x, v, r = zeros(4, 6), zeros(6), zeros(4, 1)
     hashes, targets = np.zeros(4, np.uint64), np.zeros(4, np.int64)
-    heads, queries = [zeros(*SHAPE) for _ in range(8)], zeros(1, 2, 5)
-    rows, mask = np.zeros((1, 2, 5), np.uint64), np.ones((1, 1, 5, 5), bool)
-    scratch = np.zeros(max(_compiled.attention_scratch(5, 3, 4, back) for back in (0, 1)), np.uint8)
-    setting = [1, 0.5, mask, rows, 7, 1.5, scratch]
+    (grad, q, y, dq), (k, values, dk, dv) = ([zeros(*shape) for _ in range(4)] for shape in (SHAPE, KEYS))
+    queries, columns = zeros(1, 2, 5), np.arange(4)
+    rows, mask = np.zeros((1, 2, 5), np.uint64), np.ones((1, 1, 5, 4), bool)
+    scratch = np.zeros(max(_compiled.attention_scratch(5, 4, 3, 4, back) for back in (0, 1)), np.uint8)
+    setting = [0, 0.5, mask, rows, columns, 7, 1.5, scratch]
     return {
         "gelu": [0, x, v, x.copy(), x.copy()],
         "gelu_backward": [x, x.copy(), x.copy(), v, v.copy()],
@@ -44,9 +46,9 @@ def good():
         "row_sum": [targets, x, zeros(3, 6)],
         "adamw": [v, v.copy(), v.copy(), v.copy(), 0.9, 0.1, 0.99, 0.01, 1e-8, 0.1, 1.0],
         "sum_of_squares": [x],
-        "attention_scratch": [5, 3, 4, 1],
-        "attention": [queries, *heads[:4], *setting],
-        "attention_backward": [queries, *heads, *setting],
+        "attention_scratch": [5, 4, 3, 4, 1],
+        "attention": [queries, q, k, values, y, *setting],
+        "attention_backward": [queries, grad, q, k, values, y, dq, dk, dv, *setting],
         "widen": [0, zeros(8, dtype=np.uint16), zeros(8)],
         "narrow": [0, zeros(8), zeros(8, dtype=np.uint16)],
     }
@@ -54,7 +56,7 @@ def good():
 
 OPTIONAL = {("gelu", 2), ("residual", 2), ("residual", 3), ("layer_norm_backward", 1)}
 OPTIONAL |= {("residual_norm", 2), ("residual_norm", 3)}
-OPTIONAL |= {("attention", 7), ("attention", 8), ("attention_backward", 11), ("attention_backward", 12)}
+OPTIONAL |= {("attention", at) for at in (7, 8, 9)} | {("attention_backward", at) for at in (11, 12, 13)}
 WRITTEN = {
     "gelu": [3, 4],
     "gelu_backward": [2, 3, 4],
@@ -69,8 +71,8 @@ WRITTEN = {
     "cross_entropy_backward": [5],
     "row_sum": [2],
     "adamw": [0, 2, 3],
-    "attention": [0, 4, 11],
-    "attention_backward": [6, 7, 8, 15],
+    "attention": [0, 4, 12],
+    "attention_backward": [6, 7, 8, 16],
     "widen": [2],
     "narrow": [2],
 }
@@ -186,7 +188,7 @@ def test_the_bias_of_gelu_is_left_out_with_its_scratch():
 
 
 def test_numbers_that_are_no_row_or_column_are_refused():
-    for wrong in (-1, 6, 2**40, -(2**62), np.iinfo(np.int64).min):
+    for wrong in (6, 7, 2**40, np.iinfo(np.int64).max):
         targets = np.array([0, 5, -100, wrong])
         refuses("cross_entropy", 1, targets)
         refuses("cross_entropy_backward", 2, targets)
@@ -194,7 +196,7 @@ def test_numbers_that_are_no_row_or_column_are_refused():
         refuses("row_sum", 0, np.array([0, 2, 1, wrong]))
 
 
-THRESHOLDS = ("dropout", 2), ("residual", 4), ("residual_norm", 4), ("attention", 9), ("attention_backward", 13)
+THRESHOLDS = ("dropout", 2), ("residual", 4), ("residual_norm", 4), ("attention", 10), ("attention_backward", 14)
 
 
 def test_thresholds_that_are_no_word_are_refused():
@@ -207,19 +209,24 @@ def test_thresholds_that_are_no_word_are_refused():
 
 
 def test_attention_refuses_other_shapes():
-    for name in ("attention", "attention_backward"):
-        for at in (1, 2, 3, 4):
-            for i in range(4):  # another length of one dim, or none at all
-                for length in (0, SHAPE[i] + 1):
-                    refuses(name, at, zeros(*SHAPE[:i], length, *SHAPE[i + 1 :]))
-            refuses(name, at, zeros(*SHAPE[1:]))
-        mask, scratch = (7, 11) if name == "attention" else (11, 15)
-        for shape in ((1, 1, 5, 4), (2, 1, 5, 5), (1, 3, 1, 1), (5, 5), (1, 1, 6, 5), (1, 1, 5, 0)):
+    for name, by_query, by_key in (("attention", (1, 4), (2, 3)), ("attention_backward", (1, 2, 5, 6), (3, 4, 7, 8))):
+        for shape, places in ((SHAPE, by_query), (KEYS, by_key)):
+            for at in places:
+                for i in range(4):  # another length of one dim, or none at all
+                    for length in (0, shape[i] - 1, shape[i] + 1):
+                        refuses(name, at, zeros(*shape[:i], length, *shape[i + 1 :]))
+                refuses(name, at, zeros(*shape[1:]))
+        mask, keys, scratch = (7, 9, 12) if name == "attention" else (11, 13, 16)
+        for shape in ((1, 1, 5, 5), (2, 1, 5, 4), (1, 3, 1, 1), (5, 4), (1, 1, 6, 4), (1, 1, 4, 5), (1, 1, 5, 0)):
             refuses(name, mask, np.ones(shape, bool))
-        refuses(name, scratch, np.zeros(_compiled.attention_scratch(5, 3, 4, name != "attention") - 1, np.uint8))
-    for wrong in ((-1, 3, 4, 0), (3, -1, 4, 0), (2**62, 2**62, 4, 1)):
-        with pytest.raises(ValueError, match="out of range"):
-            _compiled.attention_scratch(*wrong)
+        refuses(name, keys, np.arange(5))
+        refuses(name, scratch, np.zeros(_compiled.attention_scratch(5, 4, 3, 4, name != "attention") - 1, np.uint8))
+        with pytest.raises(ValueError, match="wants as many keys as queries"):
+            getattr(_compiled, name)(*good()[name][: mask - 2], 1, *good()[name][mask - 1 :])
+    for at in range(3):
+        for wrong in (-1, 2**31, 2**62):
+            with pytest.raises(ValueError, match="out of range"):
+                _compiled.attention_scratch(*[wrong if i == at else 3 for i in range(3)], 4, 1)
 
 
 def test_levels_by_a_wrong_name_are_refused():

@@ -6,7 +6,9 @@
     reduce       sum mean max min var logsumexp softmax log_softmax
     shape        reshape transpose swap broadcast_to concat split stack pad squeeze expand cast
     index        getitem take gather_along
-    fused        linear gelu_tanh gelu_erf layer_norm attention softmax_cross_entropy dropout residual residual_norm
+    fused        linear gelu_tanh gelu_erf layer_norm softmax_cross_entropy
+    residual     dropout residual residual_norm
+    attention    attention
 
 Every one broadcasts as NumPy does, works in float64, float32 and (with sums in float32) float16, and gives each input a
 gradient of exactly its shape and dtype.
@@ -17,22 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.autograd.ops.arithmetic import add, div, maximum, minimum, mul, pow, sub, where
+from mpitrain.autograd.ops.attention import attention
 from mpitrain.autograd.ops.elementwise import abs, clip, cos, erf, exp, log, neg, relu, sigmoid, sin, sqrt, tanh
-from mpitrain.autograd.ops.fused import (
-    IGNORE,
-    attention,
-    dropout,
-    gelu_erf,
-    gelu_tanh,
-    layer_norm,
-    linear,
-    residual,
-    residual_norm,
-    softmax_cross_entropy,
-)
+from mpitrain.autograd.ops.fused import IGNORE, gelu_erf, gelu_tanh, layer_norm, linear, softmax_cross_entropy
 from mpitrain.autograd.ops.index import gather_along, getitem, take
 from mpitrain.autograd.ops.linalg import matmul
 from mpitrain.autograd.ops.reduce import log_softmax, logsumexp, max, mean, min, softmax, sum, var
+from mpitrain.autograd.ops.residual import dropout, residual, residual_norm
 from mpitrain.autograd.ops.shape import (
     broadcast_to,
     cast,

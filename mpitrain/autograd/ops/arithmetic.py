@@ -12,7 +12,7 @@ from typing import Any
 from mpitrain.autograd.function import Function, plain, unbroadcast
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
-from mpitrain.errors import ShapeError
+from mpitrain.errors import ShapeError, UserError
 
 Kind = tuple[tuple[int, ...], Any]
 
@@ -71,6 +71,7 @@ class Mul(Function):
     """a * b, for two arrays; saves both."""
 
     linear = (0,)
+    bilinear = True
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -218,7 +219,7 @@ def _apply(function: type[Function], *operands: Any) -> Tensor:
     try:
         return function.apply(*map(plain, operands))
     except ValueError as error:
-        if isinstance(error, ShapeError):
+        if isinstance(error, UserError):
             raise
         shapes = " and ".join([str(getattr(x, "shape", x)) for x in operands])
         raise ShapeError(f"{function.title()}: shapes {shapes} do not broadcast") from None

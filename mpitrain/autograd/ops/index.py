@@ -143,14 +143,27 @@ def take(x: Tensor, ids: Any, dim: int = 0) -> Tensor:
         ShapeError: a number is not in [-n, n).
     """
     (dim,) = dims_of(x, dim, "take")
-    ids = ids.data if isinstance(ids, Tensor) else ids
-    if ids.dtype.kind not in "iu":
-        raise ShapeError(f"take: ids are integers, these are {ids.dtype}")
-    ids = ids.astype(np.int64, copy=False)  # bytes cannot count a table of 256 rows from its end
+    ids = integers(ids.data if isinstance(ids, Tensor) else ids)
     try:
         return Take.apply(x, ids, dim=dim)
     except IndexError:
-        raise ShapeError(f"take: ids reach from {ids.min()} to {ids.max()}, dim {dim} of {x.shape} does not") from None
+        raise beyond(ids, dim, x.shape) from None
+
+
+def integers(ids: Array) -> Array:
+    """Numbers of slices as int64: bytes could not count a table of 256 rows from its end.
+
+    Raises:
+        ShapeError: they are no integers.
+    """
+    if ids.dtype.kind not in "iu":
+        raise ShapeError(f"take: ids are integers, these are {ids.dtype}")
+    return ids.astype(np.int64, copy=False)
+
+
+def beyond(ids: Array, dim: int, shape: tuple[int, ...]) -> ShapeError:
+    """What to raise where an id is none of the slices along `dim`."""
+    return ShapeError(f"take: ids reach from {ids.min()} to {ids.max()}, dim {dim} of {shape} does not")
 
 
 def gather_along(x: Tensor, ids: Any, dim: int = -1) -> Tensor:

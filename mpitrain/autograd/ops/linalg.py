@@ -16,6 +16,7 @@ class Matmul(Function):
     """a @ b with NumPy's rules: the last two dims are matrices, those before broadcast, vectors stand for matrices."""
 
     linear = (0,)
+    bilinear = True
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:

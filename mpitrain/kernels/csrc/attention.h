@@ -4,6 +4,9 @@
  * vectors: calling a BLAS for each would cost more than it computes.  Its right operand is packed once a head, columns
  * in panels of NR; its left one is read where it lies, one number at a time, and so may be transposed for nothing.
  *
+ * Queries and keys may be of different number: keys that other ranks hold come in calls of their own, and the results
+ * are put together by the logarithms of the sums.
+ *
  * Source: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.  A block of queries sees all its
  * keys at once, so forward needs no running maximum.
  */
@@ -89,6 +92,12 @@ static void pack_transposed(const REAL *x, len ldx, len s, len d, REAL *out) {
     }
 }
 
+/* Rows of ldx numbers, of which d count -> x (s, d) in rows of ldo. */
+static void unpack(const REAL *x, len ldx, len s, len d, REAL *out, len ldo) {
+    for (len i = 0; i < s; i++)
+        for (len j = 0; j < d; j++) out[i * ldo + j] = x[i * ldx + j];
+}
+
 /* Where a query may not look, and what dropout does to it. */
 typedef struct {
     const uint8_t *mask; /* of this query, or NULL */
@@ -99,7 +108,7 @@ typedef struct {
 } mt_query;
 
 static inline mt_query query_of(const mt_attention *a, len sample, len head, len query) {
-    mt_query q = {NULL, 0, a->causal ? query + 1 : a->s, a->rows != NULL, 0};
+    mt_query q = {NULL, 0, a->causal ? query + 1 : a->t, a->rows != NULL, 0};
     if (a->mask) {
         q.mask = a->mask + sample * a->mask_strides[0] + head * a->mask_strides[1] + query * a->mask_strides[2];
         q.mask_step = a->mask_strides[3];
@@ -124,11 +133,20 @@ static REAL *carve(char **memory, len count) {
 }
 
 /* The sizes here are those that are carved below. */
-static len attention_scratch(len s, len d, int backward) {
-    const len keys = up(s, NR), width = up(d, NR);
-    const len counts = backward ? 2 * keys * d + 6 * keys * width + 2 * BLOCK * up(TILE, NR) + BLOCK
-                                : keys * d + keys * width + BLOCK * keys + BLOCK * width + BLOCK;
-    return counts * (len)sizeof(REAL) + 16 * 64;
+static len attention_scratch(len s, len t, len d, int backward) {
+    const len keys = up(t, NR), queries = up(s, NR), width = up(d, NR);
+    const len counts = backward ? 2 * keys * d + 3 * (keys + queries) * width + 2 * BLOCK * up(TILE, NR) + BLOCK
+                                : keys * d + keys * width + BLOCK * keys + BLOCK * width;
+    return (counts + keys) * (len)sizeof(REAL) + 16 * 64;
+}
+
+/* The hashes of the keys' columns in the mask of the dropout, and of as many more as a panel has. */
+static mt_word *columns_of(const mt_attention *a, char **memory) {
+    const len keys = up(a->t, NR);
+    mt_word *columns = (mt_word *)carve(memory, keys); /* a word is no larger than a number */
+    for (len j = 0; a->rows && j < keys; j++)
+        columns[j] = mt_column((mt_word)(a->keys && j < a->t ? a->keys[j] : j));
+    return columns;
 }
 
 static inline REAL *at(mt_heads x, len sample, len head) { return (REAL *)x.data + sample * x.b + head * x.h; }
@@ -146,6 +164,9 @@ static inline void fetch(mt_heads x, len sample, len head, len first, len n, len
         }
 }
 
+/* Where the share of the keys begins that goes with the queries from `start` on: all lie as far along as those do. */
+static inline len beside(const mt_attention *a, len start) { return start * a->t / a->s; }
+
 /* The head after this one; false after the last. */
 static inline int next_head(const mt_attention *a, len *sample, len *head) {
     if (++*head == a->h) *head = 0, ++*sample;
@@ -153,17 +174,17 @@ static inline int next_head(const mt_attention *a, len *sample, len *head) {
 }
 
 static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v, mt_heads out, void *lse_) {
-    const len s = a->s, d = a->d, width = up(d, NR), ldp = up(s, NR);
+    const len s = a->s, t = a->t, d = a->d, width = up(d, NR), ldp = up(t, NR);
     const REAL scale = (REAL)a->scale;
-    const REAL lowest = REAL_IS_FLOAT ? (REAL)-3.40282346638528859812e38 : (REAL)-1.79769313486231570815e308;
     char *memory = a->scratch;
     REAL *keys = carve(&memory, ldp * d), *values = carve(&memory, ldp * width);
     REAL *p = carve(&memory, BLOCK * ldp), *o = carve(&memory, BLOCK * width);
+    const mt_word *columns = columns_of(a, &memory);
     REAL *lse = lse_;
     for (len sample = 0; sample < a->b; sample++)
         for (len head = 0; head < a->h; head++, lse += s) {
-            pack_transposed(at(k, sample, head), k.s, s, d, keys);
-            pack(at(v, sample, head), v.s, s, d, values);
+            pack_transposed(at(k, sample, head), k.s, t, d, keys);
+            pack(at(v, sample, head), v.s, t, d, values);
             const REAL *queries = at(q, sample, head);
             REAL *result = at(out, sample, head);
             len then = sample, after = head;
@@ -172,11 +193,12 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                 const len m = s - start < BLOCK ? s - start : BLOCK;
                 fetch(out, sample, head, start, m, d, 1);
                 if (goes_on) {
-                    fetch(k, then, after, start, m, d, 0);
-                    fetch(v, then, after, start, m, d, 0);
+                    const len from = beside(a, start), count = beside(a, start + m) - from;
+                    fetch(k, then, after, from, count, d, 0);
+                    fetch(v, then, after, from, count, d, 0);
                     fetch(q, then, after, start, m, d, 0);
                 }
-                const len n = a->causal ? start + m : s, room = up(n, NR);
+                const len n = a->causal ? start + m : t, room = up(n, NR);
                 REAL factor[BLOCK];
                 multiply(0, m, n, d, queries + start * q.s, q.s, 1, keys, d * NR, p, ldp);
                 for (len i = 0; i < m; i++) {
@@ -186,7 +208,7 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                     hide(row, &query, 0, n, live);
                     const REAL highest = row_max(row, live);
                     /* Without any key the maximum is -inf; less a finite number that stays -inf, and its exp is 0. */
-                    const REAL peak = highest < lowest ? lowest : highest;
+                    const REAL peak = highest < REAL_LOWEST ? REAL_LOWEST : highest;
                     REAL lane[LANES] = {0};
                     for (len j = 0; j < live; j++) row[j] = mt_exp((row[j] - peak) * scale);
                     for (len j = live; j < room; j++) row[j] = REAL_C(0.0);
@@ -197,14 +219,14 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                     REAL total = lanes_sum(lane);
                     total = total < REAL_C(1.0) ? REAL_C(1.0) : total; /* the largest score contributes exactly 1 */
                     factor[i] = REAL_C(1.0) / total;
-                    lse[start + i] = highest < lowest ? lowest : highest * scale + MT_LOG(total);
+                    lse[start + i] = highest < REAL_LOWEST ? REAL_LOWEST : highest * scale + MT_LOG(total);
                     if (query.drops) {
                         factor[i] *= (REAL)a->keep_scale;
                         for (len j = 0; j < live; j++)
-                            row[j] = dropped(row[j], query.row, (mt_word)j, a->threshold, REAL_C(1.0));
+                            row[j] = dropped(row[j], query.row, columns[j], a->threshold, REAL_C(1.0));
                     }
                 }
-                multiply(0, m, d, n, p, ldp, 1, values, s * NR, o, width);
+                multiply(0, m, d, n, p, ldp, 1, values, t * NR, o, width);
                 for (len i = 0; i < m; i++)
                     for (len j = 0; j < d; j++) result[(start + i) * out.s + j] = o[i * width + j] * factor[i];
             }
@@ -215,35 +237,39 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
  * delta = rowsum(dO O), dQ = dS K, dK = dS^T Q. */
 static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q, mt_heads k, mt_heads v, mt_heads y,
                                const void *lse_, mt_heads dq_, mt_heads dk_, mt_heads dv_) {
-    const len s = a->s, d = a->d, width = up(d, NR), keys = up(s, NR), ldp = up(TILE, NR);
+    const len s = a->s, t = a->t, d = a->d, width = up(d, NR), ldp = up(TILE, NR);
+    const len keys = up(t, NR), rows = up(s, NR);
     const REAL scale = (REAL)a->scale;
     const REAL *lse = lse_;
     char *memory = a->scratch;
     REAL *k_t = carve(&memory, keys * d), *v_t = carve(&memory, keys * d);
-    REAL *k_panels = carve(&memory, keys * width), *q_panels = carve(&memory, keys * width);
-    REAL *g_panels = carve(&memory, keys * width);
-    REAL *dq = carve(&memory, keys * width), *dk = carve(&memory, keys * width), *dv = carve(&memory, keys * width);
+    REAL *k_panels = carve(&memory, keys * width), *q_panels = carve(&memory, rows * width);
+    REAL *g_panels = carve(&memory, rows * width);
+    REAL *dq = carve(&memory, rows * width), *dk = carve(&memory, keys * width), *dv = carve(&memory, keys * width);
     REAL *p = carve(&memory, BLOCK * ldp), *dp = carve(&memory, BLOCK * ldp), *delta = carve(&memory, BLOCK);
+    const mt_word *columns = columns_of(a, &memory);
     for (len sample = 0; sample < a->b; sample++)
         for (len head = 0; head < a->h; head++, lse += s) {
             const REAL *queries = at(q, sample, head), *gradient = at(grad, sample, head);
             const REAL *output = at(y, sample, head);
-            pack_transposed(at(k, sample, head), k.s, s, d, k_t);
-            pack_transposed(at(v, sample, head), v.s, s, d, v_t);
-            pack(at(k, sample, head), k.s, s, d, k_panels);
+            pack_transposed(at(k, sample, head), k.s, t, d, k_t);
+            pack_transposed(at(v, sample, head), v.s, t, d, v_t);
+            pack(at(k, sample, head), k.s, t, d, k_panels);
             pack(queries, q.s, s, d, q_panels);
             pack(gradient, grad.s, s, d, g_panels);
-            for (len i = 0; i < s * width; i++) dq[i] = dk[i] = dv[i] = REAL_C(0.0);
+            for (len i = 0; i < s * width; i++) dq[i] = REAL_C(0.0);
+            for (len i = 0; i < t * width; i++) dk[i] = dv[i] = REAL_C(0.0);
             len then = sample, after = head;
             const int goes_on = next_head(a, &then, &after);
             for (len start = 0; start < s; start += BLOCK) {
-                const len m = s - start < BLOCK ? s - start : BLOCK, visible = a->causal ? start + m : s;
+                const len m = s - start < BLOCK ? s - start : BLOCK, visible = a->causal ? start + m : t;
+                const len from = beside(a, start), count = beside(a, start + m) - from;
                 fetch(dq_, sample, head, start, m, d, 1);
-                fetch(dk_, sample, head, start, m, d, 1);
-                fetch(dv_, sample, head, start, m, d, 1);
+                fetch(dk_, sample, head, from, count, d, 1);
+                fetch(dv_, sample, head, from, count, d, 1);
                 if (goes_on) {
-                    fetch(k, then, after, start, m, d, 0);
-                    fetch(v, then, after, start, m, d, 0);
+                    fetch(k, then, after, from, count, d, 0);
+                    fetch(v, then, after, from, count, d, 0);
                     fetch(q, then, after, start, m, d, 0);
                     fetch(grad, then, after, start, m, d, 0);
                     fetch(y, then, after, start, m, d, 0);
@@ -277,23 +303,18 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                             continue;
                         }
                         for (len j = 0; j < room; j++) {
-                            const mt_word column = (mt_word)(first + j);
-                            const REAL kept = dropped(REAL_C(1.0), query.row, column, a->threshold, keep);
+                            const REAL kept = dropped(REAL_C(1.0), query.row, columns[first + j], a->threshold, keep);
                             slope[j] = prob[j] * (slope[j] * kept - shift) * scale;
                             prob[j] *= kept;
                         }
                     }
                     multiply(1, n, d, m, p, 1, ldp, g_panels + start * NR, s * NR, dv + first * width, width);
                     multiply(1, n, d, m, dp, 1, ldp, q_panels + start * NR, s * NR, dk + first * width, width);
-                    multiply(1, m, d, n, dp, ldp, 1, k_panels + first * NR, s * NR, dq + start * width, width);
+                    multiply(1, m, d, n, dp, ldp, 1, k_panels + first * NR, t * NR, dq + start * width, width);
                 }
             }
-            REAL *into_q = at(dq_, sample, head), *into_k = at(dk_, sample, head), *into_v = at(dv_, sample, head);
-            for (len i = 0; i < s; i++)
-                for (len j = 0; j < d; j++) {
-                    into_q[i * dq_.s + j] = dq[i * width + j];
-                    into_k[i * dk_.s + j] = dk[i * width + j];
-                    into_v[i * dv_.s + j] = dv[i * width + j];
-                }
+            unpack(dq, width, s, d, at(dq_, sample, head), dq_.s);
+            unpack(dk, width, t, d, at(dk_, sample, head), dk_.s);
+            unpack(dv, width, t, d, at(dv_, sample, head), dv_.s);
         }
 }

@@ -4,6 +4,7 @@
  * that are added in a fixed tree, whatever the width of the vectors: the order is part of the result, and a compiler
  * that may not reorder floating-point sums can still use vectors.
  */
+#include <float.h>
 #include <math.h>
 #include "numerics.h"
 #include "table.h"
@@ -12,10 +13,12 @@
 #define PRECISION float
 #define MT_SQRT sqrtf
 #define MT_LOG logf
+#define REAL_LOWEST (-FLT_MAX)
 #else
 #define PRECISION double
 #define MT_SQRT sqrt
 #define MT_LOG log
+#define REAL_LOWEST (-DBL_MAX)
 #endif
 
 #define LANES 16
@@ -77,10 +80,11 @@ static void gelu_backward(const void *grad_, const void *slope_, void *dx_, void
     }
 }
 
-/* out = x keep_scale where the word of (row, column) reaches the threshold, else 0.  NaN is dropped like any number. */
+/* x keep_scale where the word of (row, hash of the column) reaches the threshold, else 0.  NaN is dropped like any
+ * number. */
 static inline REAL dropped(REAL x, mt_word row, mt_word column, uint64_t threshold, REAL keep_scale) {
     const mt_word limit = (mt_word)threshold;
-    return mt_mix32(row ^ mt_column(column)) >= limit ? x * keep_scale : REAL_C(0.0);
+    return mt_mix32(row ^ column) >= limit ? x * keep_scale : REAL_C(0.0);
 }
 
 static void dropout(const void *x_, const uint64_t *hashes, uint64_t threshold, double keep_scale, void *out_, len rows,
@@ -89,7 +93,7 @@ static void dropout(const void *x_, const uint64_t *hashes, uint64_t threshold, 
     REAL *RESTRICT out = out_;
     for (len i = 0; i < rows; i++, x += width, out += width) {
         const mt_word row = mt_fold(hashes[i]);
-        for (len j = 0; j < width; j++) out[j] = dropped(x[j], row, (mt_word)j, threshold, (REAL)keep_scale);
+        for (len j = 0; j < width; j++) out[j] = dropped(x[j], row, mt_column((mt_word)j), threshold, (REAL)keep_scale);
     }
 }
 
@@ -109,10 +113,10 @@ static void residual(const void *x_, const void *y_, const void *bias_, const ui
         const mt_word row = mt_fold(hashes[i]);
         if (bias)
             for (len j = 0; j < width; j++)
-                out[j] = x[j] + dropped(y[j] + bias[j], row, (mt_word)j, threshold, (REAL)keep_scale);
+                out[j] = x[j] + dropped(y[j] + bias[j], row, mt_column((mt_word)j), threshold, (REAL)keep_scale);
         else
             for (len j = 0; j < width; j++)
-                out[j] = x[j] + dropped(y[j], row, (mt_word)j, threshold, (REAL)keep_scale);
+                out[j] = x[j] + dropped(y[j], row, mt_column((mt_word)j), threshold, (REAL)keep_scale);
     }
 }
 
@@ -273,15 +277,19 @@ static void softmax_backward(const void *grad_, const void *y_, void *dx_, len r
     }
 }
 
+/* A target below 0 that is not `ignore` counts, but its logit is held elsewhere: nothing is subtracted for it. */
 static double cross_entropy(const void *logits_, const int64_t *targets, int64_t ignore, void *lse_, len rows,
                             len width) {
     const REAL *RESTRICT logits = logits_;
     REAL *RESTRICT lse = lse_;
     double loss = 0.0;
     for (len i = 0; i < rows; i++, logits += width) {
-        const REAL highest = row_max(logits, width);
-        lse[i] = MT_LOG(row_exp(logits, highest, NULL, width)) + highest;
-        if (targets[i] != ignore) loss += (double)(lse[i] - logits[targets[i]]);
+        REAL highest = row_max(logits, width);
+        highest = highest < REAL_LOWEST ? REAL_LOWEST : highest; /* a row of -inf: exp gives 0 everywhere */
+        REAL total = row_exp(logits, highest, NULL, width);
+        total = total < REAL_C(1.0) ? REAL_C(1.0) : total; /* the largest element contributes 1, unless there is none */
+        lse[i] = MT_LOG(total) + highest;
+        if (targets[i] != ignore) loss += (double)(targets[i] < 0 ? lse[i] : lse[i] - logits[targets[i]]);
     }
     return loss;
 }
@@ -298,7 +306,7 @@ static void cross_entropy_backward(double grad, const void *logits_, const int64
         }
         const REAL l = lse[i];
         for (len j = 0; j < width; j++) out[j] = mt_exp(logits[j] - l) * scale;
-        out[targets[i]] = (mt_exp(logits[targets[i]] - l) - REAL_C(1.0)) * scale;
+        if (targets[i] >= 0) out[targets[i]] = (mt_exp(logits[targets[i]] - l) - REAL_C(1.0)) * scale;
     }
 }
 

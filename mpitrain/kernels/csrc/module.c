@@ -324,10 +324,10 @@ METHOD(softmax_backward) { /* grad, y, dx */
     return finish(&c, NULL);
 }
 
-/* Targets that count must be columns: a wrong one would read outside the row. */
+/* Targets that count must be columns, or negative: a wrong one would read outside the row. */
 static void check_targets(Call *c, const int64_t *targets, Py_ssize_t rows, Py_ssize_t width, int64_t ignore, int at) {
     for (Py_ssize_t i = 0; !c->failed && i < rows; i++)
-        if (targets[i] != ignore && (targets[i] < 0 || targets[i] >= width))
+        if (targets[i] != ignore && targets[i] >= width)
             fail(c, PyExc_ValueError, "holds a number that is no column", at);
 }
 
@@ -402,7 +402,7 @@ METHOD(sum_of_squares) { /* x -> float */
 
 /* ------------------------------------------------------------------------------------------------------- attention */
 
-/* A (b, h, s, d) array whose last dim lies together. */
+/* A (b, h, s, d) array whose last dim lies together.  What `shape` has as 0 is told by this array. */
 static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
     mt_heads x = {0};
     if (call->failed) return x;
@@ -410,7 +410,8 @@ static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
                         call->itemsize);
     if (!b) return x;
     if (b->ndim != 4 || !b->len) return fail(call, PyExc_ValueError, "is not (b, h, s, d)", at), x;
-    if (!shape[3]) memcpy(shape, b->shape, 4 * sizeof *shape);
+    for (int i = 0; i < 4; i++)
+        if (!shape[i]) shape[i] = b->shape[i];
     const Py_ssize_t size = b->itemsize;
     if (memcmp(shape, b->shape, 4 * sizeof *shape)) return fail(call, PyExc_ValueError, "has another shape", at), x;
     if (shape[3] > 1 && b->strides[3] != size) return fail(call, PyExc_ValueError, "has gaps in its last dim", at), x;
@@ -421,42 +422,45 @@ static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
     return x;
 }
 
-/* causal, scale, mask or None, hashes or None, threshold, keep_scale, scratch: from argument `at` on */
-static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], int backward) {
-    mt_attention a = {.b = shape[0], .h = shape[1], .s = shape[2], .d = shape[3]};
+/* causal, scale, mask or None, hashes or None, keys or None, threshold, keep_scale, scratch: from argument `at` on */
+static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], Py_ssize_t keys, int backward) {
+    mt_attention a = {.b = shape[0], .h = shape[1], .s = shape[2], .t = keys, .d = shape[3]};
     a.causal = (int)whole(c, at);
+    if (a.causal && a.s != a.t) fail(c, PyExc_ValueError, "wants as many keys as queries", at);
     a.scale = number(c, at + 1);
     if (!absent(c, at + 2)) {
         const Py_buffer *b = take(c, at + 2, PyBUF_STRIDES, "?", 1);
-        if (b && b->ndim != 4) fail(c, PyExc_ValueError, "is not (b, h, s, s)", at + 2);
-        const Py_ssize_t full[4] = {shape[0], shape[1], shape[2], shape[2]};
+        if (b && b->ndim != 4) fail(c, PyExc_ValueError, "is not (b, h, s, t)", at + 2);
+        const Py_ssize_t full[4] = {a.b, a.h, a.s, a.t};
         for (int i = 0; !c->failed && i < 4; i++) {
             if (b->shape[i] != full[i] && b->shape[i] != 1) fail(c, PyExc_ValueError, "has another shape", at + 2);
             a.mask_strides[i] = b->shape[i] == 1 ? 0 : b->strides[i];
         }
         if (!c->failed) a.mask = b->buf;
     }
-    a.rows = maybe_hashes(c, at + 3, shape[0] * shape[1] * shape[2]);
-    a.threshold = word(c, at + 4);
-    a.keep_scale = number(c, at + 5);
-    a.scratch = array(c, at + 6, -1, 1, "B", 1);
-    if (!c->failed && c->buffers[c->held - 1].len < table(c)->attention_scratch(a.s, a.d, backward))
-        fail(c, PyExc_ValueError, "is too short", at + 6);
+    a.rows = maybe_hashes(c, at + 3, a.b * a.h * a.s);
+    a.keys = absent(c, at + 4) ? NULL : integers(c, at + 4, a.t);
+    a.threshold = word(c, at + 5);
+    a.keep_scale = number(c, at + 6);
+    a.scratch = array(c, at + 7, -1, 1, "B", 1);
+    if (!c->failed && c->buffers[c->held - 1].len < table(c)->attention_scratch(a.s, a.t, a.d, backward))
+        fail(c, PyExc_ValueError, "is too short", at + 7);
     return a;
 }
 
-METHOD(attention_scratch) { /* s, d, itemsize, backward -> bytes */
+METHOD(attention_scratch) { /* s, t, d, itemsize, backward -> bytes */
     CALL;
-    const len s = whole(&c, 0), d = whole(&c, 1);
-    c.itemsize = whole(&c, 2);
-    const int backward = (int)whole(&c, 3);
+    const len s = whole(&c, 0), t = whole(&c, 1), d = whole(&c, 2);
+    c.itemsize = whole(&c, 3);
+    const int backward = (int)whole(&c, 4);
     if (s < 0 || s > 1 << 30) fail(&c, PyExc_ValueError, "is out of range", 0); /* bytes must fit 63 bits */
-    if (d < 0 || d > 1 << 24) fail(&c, PyExc_ValueError, "is out of range", 1);
+    if (t < 0 || t > 1 << 30) fail(&c, PyExc_ValueError, "is out of range", 1);
+    if (d < 0 || d > 1 << 24) fail(&c, PyExc_ValueError, "is out of range", 2);
     if (c.failed) return finish(&c, NULL);
     len most = 0; /* of all levels: another one may be chosen before the scratch is used */
     for (int i = 0; i < NUM_LEVELS; i++) {
         c.level = &LEVELS[i];
-        const len bytes = table(&c)->attention_scratch(s, d, backward);
+        const len bytes = table(&c)->attention_scratch(s, t, d, backward);
         most = bytes > most ? bytes : most;
     }
     return finish(&c, PyLong_FromSsize_t(most));
@@ -468,11 +472,12 @@ METHOD(attention) { /* lse, q, k, v, out, then the setting */
     void *lse = reals(&c, 0, -1, 1);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t num = elements(&c);
-    const mt_heads q = heads(&c, 1, shape, 0), k = heads(&c, 2, shape, 0), v = heads(&c, 3, shape, 0);
-    const mt_heads out = heads(&c, 4, shape, 1);
+    const mt_heads q = heads(&c, 1, shape, 0);
+    Py_ssize_t keys[4] = {shape[0], shape[1], 0, shape[3]};
+    const mt_heads k = heads(&c, 2, keys, 0), v = heads(&c, 3, keys, 0), out = heads(&c, 4, shape, 1);
     if (!c.failed && num != shape[0] * shape[1] * shape[2]) fail(&c, PyExc_ValueError, "has another length", 0);
     if (c.failed) return finish(&c, NULL);
-    const mt_attention a = setting(&c, 5, shape, 0);
+    const mt_attention a = setting(&c, 5, shape, keys[2], 0);
     if (!c.failed) WITHOUT_LOCK(num * shape[3], table(&c)->attention(&a, q, k, v, out, lse));
     return finish(&c, NULL);
 }
@@ -483,12 +488,13 @@ METHOD(attention_backward) { /* lse, grad, q, k, v, y, dq, dk, dv, then the sett
     const void *lse = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t num = elements(&c);
-    const mt_heads grad = heads(&c, 1, shape, 0), q = heads(&c, 2, shape, 0), k = heads(&c, 3, shape, 0);
-    const mt_heads v = heads(&c, 4, shape, 0), y = heads(&c, 5, shape, 0);
-    const mt_heads dq = heads(&c, 6, shape, 1), dk = heads(&c, 7, shape, 1), dv = heads(&c, 8, shape, 1);
+    const mt_heads grad = heads(&c, 1, shape, 0), q = heads(&c, 2, shape, 0);
+    Py_ssize_t keys[4] = {shape[0], shape[1], 0, shape[3]};
+    const mt_heads k = heads(&c, 3, keys, 0), v = heads(&c, 4, keys, 0), y = heads(&c, 5, shape, 0);
+    const mt_heads dq = heads(&c, 6, shape, 1), dk = heads(&c, 7, keys, 1), dv = heads(&c, 8, keys, 1);
     if (!c.failed && num != shape[0] * shape[1] * shape[2]) fail(&c, PyExc_ValueError, "has another length", 0);
     if (c.failed) return finish(&c, NULL);
-    const mt_attention a = setting(&c, 9, shape, 1);
+    const mt_attention a = setting(&c, 9, shape, keys[2], 1);
     if (!c.failed) WITHOUT_LOCK(num * shape[3], table(&c)->attention_backward(&a, grad, q, k, v, y, lse, dq, dk, dv));
     return finish(&c, NULL);
 }

@@ -18,12 +18,13 @@ typedef struct {
 } mt_heads;
 
 typedef struct {
-    len b, h, s, d;
+    len b, h, s, t, d;       /* s queries, t keys */
     double scale;
-    int causal;
+    int causal;              /* only where s is t */
     const uint8_t *mask;     /* nonzero where a query may look, or NULL */
     len mask_strides[4];     /* bytes; 0 where the mask is broadcast */
     const uint64_t *rows;    /* (b, h, s) hashes of the queries' dropout, or NULL */
+    const int64_t *keys;     /* (t) columns of the keys in the mask of the dropout, or NULL for 0, 1, ... */
     uint64_t threshold;      /* keep a weight whose word is at least this, which is below 2^32 */
     double keep_scale;       /* 1 / (1 - p) */
     void *scratch;           /* of attention_scratch bytes */
@@ -55,7 +56,7 @@ typedef struct {
     void (*row_sum)(const int64_t *ids, const void *rows, void *out, len count, len width);
     void (*adamw)(void *p, const void *g, void *m, void *v, len count, const double *numbers);
     double (*sum_of_squares)(const void *x, len count);
-    len (*attention_scratch)(len s, len d, int backward);
+    len (*attention_scratch)(len s, len t, len d, int backward);
     void (*attention)(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v, mt_heads out, void *lse);
     void (*attention_backward)(const mt_attention *a, mt_heads grad, mt_heads q, mt_heads k, mt_heads v, mt_heads y,
                                const void *lse, mt_heads dq, mt_heads dk, mt_heads dv);

@@ -7,7 +7,7 @@ last query are never touched.
 Scores are held keys first, (b, h, keys, queries): then maxima and sums run along whole vectors of queries, twice as
 fast as along short rows, and all products stay plain BLAS calls on views.
 
-Shapes: b sample, h head, s query or key, d width of a head.
+Shapes: b sample, h head, s query, t key, d width of a head.
 Source: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4; the running maximum is not needed here,
 since a block sees all keys of its queries at once.
 """
@@ -39,38 +39,45 @@ def attention(
     mask: Array | None,
     rows: Array | None,
     drop: float,
+    keys: Array | None = None,
 ) -> Array:
     """Write softmax(scale q k^T) v into `out`.
 
     Args:
-        q: (b, h, s, d) float32 or float64, any strides; k, v, out alike.
+        q: (b, h, s, d) float32 or float64, any strides; out alike.
+        k: (b, h, t, d); v alike.  These may be some of the keys that the queries see: results over others are put
+            together by `lse`, each output weighed by exp(its lse - the logarithm of the sum of exp(lse)).
         out: written.
         scale: factor of the scores.
-        causal: query i sees keys 0..i only.
-        mask: bool, broadcastable to (b, h, s, s), True where query i may attend to key j; None: everywhere.
+        causal: query i sees keys 0..i only; then t is s.
+        mask: bool, broadcastable to (b, h, s, t), True where query i may attend to key j; None: everywhere.
         rows: uint64 (b, h, s), the random stream of each query's dropout mask over its keys; None: no dropout.
         drop: probability that one attention weight is dropped; the others are scaled by 1 / (1 - drop).
+        keys: int64 (t,), the global number of each key, which is its column in the dropout mask; None: 0, 1, ...
 
     Returns:
-        lse (b, h, s).  A query that may see no key gives 0.
+        lse (b, h, s), the logarithm of the sum of a query's exponentials.  A query that may see no key gives 0, and its
+        lse is the lowest finite number, which changes no sum of exponentials that it is added to.
     """
     xp = array_module(q)
-    lse = xp.empty(q.shape[:3], q.dtype)
     lowest = float(xp.finfo(q.dtype).min)
+    lse = xp.full(q.shape[:3], lowest, q.dtype)
+    if k.shape[2] == 0:
+        out[...] = 0.0
     kept_by = keep_scale(drop) if rows is not None else 1.0
     later = _later_keys(xp, q, causal)
-    for part, queries, keys in _blocks(xp, q, causal):
+    for part, queries, seen in _blocks(xp, q, k, causal):
         scaled = q[part][:, :, queries] * scale
-        s = _scores(xp, k[part][:, :, keys], scaled, later, mask, part, queries, keys)
+        s = _scores(xp, k[part][:, :, seen], scaled, later, mask, part, queries, seen)
         # A query without any key has maximum -inf; less the lowest finite number that stays -inf, and its exp is 0.
         highest = xp.maximum(s.max(axis=2), lowest)
         s -= highest[:, :, None]
         xp.exp(s, out=s)
         total = xp.maximum(s.sum(axis=2), 1.0)  # the largest score contributes exactly 1
         if rows is not None:
-            s *= _kept(xp, rows[part][:, :, queries], s, drop)
+            s *= _kept(xp, rows[part][:, :, queries], s, keys, drop)
         y = out[part][:, :, queries]
-        xp.matmul(s.swapaxes(2, 3), v[part][:, :, keys], out=y)
+        xp.matmul(s.swapaxes(2, 3), v[part][:, :, seen], out=y)
         y *= (kept_by / total)[..., None]
         xp.log(total, out=total)
         total += highest
@@ -94,54 +101,64 @@ def attention_backward(
     mask: Array | None,
     rows: Array | None,
     drop: float,
+    keys: Array | None = None,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv; the other arguments as in `attention`.
 
     With P the probabilities and M the scaled dropout mask:  dV = (P M)^T dO,  dP = M (dO V^T),
     dS = P (dP - rowsum(dO O)),  dQ = scale dS K,  dK = scale dS^T Q.
+
+    Where k and v are some of the keys, y and lse are the output and the logarithm over all of them; dq is then the part
+    of the gradient that comes from these.
     """
     xp = array_module(q)
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        for gradient in (dq, dk, dv):
+            gradient[...] = 0.0
+        return
     kept_by = keep_scale(drop) if rows is not None else 1.0
     later = _later_keys(xp, q, causal)
     delta = xp.einsum("bhsd,bhsd->bhs", grad, y)
     # From the last queries to the first: with causal attention the last block sees all keys, so it writes dk and dv and
     # the others add.
-    for part, queries, keys in _blocks(xp, q, causal, backwards=True):
+    for part, queries, seen in _blocks(xp, q, k, causal, backwards=True):
         first = queries.stop == q.shape[2]
         g = grad[part][:, :, queries]
         scaled = q[part][:, :, queries] * scale
-        p = _scores(xp, k[part][:, :, keys], scaled, later, mask, part, queries, keys)
+        p = _scores(xp, k[part][:, :, seen], scaled, later, mask, part, queries, seen)
         p -= lse[part][:, :, None, queries]
         xp.exp(p, out=p)
-        dp = xp.matmul(v[part][:, :, keys], g.swapaxes(2, 3))
+        dp = xp.matmul(v[part][:, :, seen], g.swapaxes(2, 3))
         dropped = p
         if rows is not None:
-            kept = _kept(xp, rows[part][:, :, queries], p, drop)
+            kept = _kept(xp, rows[part][:, :, queries], p, keys, drop)
             kept *= kept_by
             dp *= kept
             kept *= p
             dropped = kept
-        _put(xp, dropped, g, dv[part][:, :, keys], first)
+        _put(xp, dropped, g, dv[part][:, :, seen], first)
         dp -= delta[part][:, :, None, queries]
         dp *= p
-        _put(xp, dp, scaled, dk[part][:, :, keys], first)
+        _put(xp, dp, scaled, dk[part][:, :, seen], first)
         d_queries = dq[part][:, :, queries]
-        xp.matmul(dp.swapaxes(2, 3), k[part][:, :, keys], out=d_queries)
+        xp.matmul(dp.swapaxes(2, 3), k[part][:, :, seen], out=d_queries)
         d_queries *= scale
 
 
-def _blocks(xp: Any, q: Array, causal: bool, backwards: bool = False) -> Iterator[tuple[Part, slice, slice]]:
+def _blocks(xp: Any, q: Array, k: Array, causal: bool, backwards: bool = False) -> Iterator[tuple[Part, slice, slice]]:
     """(samples and heads, queries, keys): about SCORES scores each.  A device takes all samples and heads at once."""
     b, h, s, _ = q.shape
+    t = k.shape[2]
+    assert s == t or not causal, (s, t)
     height = max(1, min(blocks.QUERIES, s))
-    samples, heads = (1, min(h, max(1, blocks.SCORES // (height * max(1, s))))) if xp is np else (b, h)
-    starts = range(0, s, height)
+    samples, heads = (1, min(h, max(1, blocks.SCORES // (height * max(1, t))))) if xp is np else (b, h)
+    starts = range(0, s if t else 0, height)
     for sample in range(0, b, max(1, samples)):
         for head in range(0, h, max(1, heads)):
             part = slice(sample, sample + samples), slice(head, head + heads)
             for start in reversed(starts) if backwards else starts:
                 stop = min(start + height, s)
-                yield part, slice(start, stop), slice(0, stop if causal else s)
+                yield part, slice(start, stop), slice(0, stop if causal else t)
 
 
 def _later_keys(xp: Any, q: Array, causal: bool) -> Array | None:
@@ -168,9 +185,10 @@ def _scores(
     return s
 
 
-def _kept(xp: Any, rows: Array, scores: Array, drop: float) -> Array:
+def _kept(xp: Any, rows: Array, scores: Array, keys: Array | None, drop: float) -> Array:
     """(b, h, keys, queries) the dropout mask as numbers 0 and 1."""
-    keep = keep_mask(rows, scores.shape[2], drop)
+    seen = scores.shape[2]
+    keep = keep_mask(rows, seen if keys is None else keys[:seen], drop)
     return xp.ascontiguousarray(keep.swapaxes(2, 3)).astype(scores.dtype)
 
 

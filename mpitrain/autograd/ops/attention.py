@@ -1,0 +1,241 @@
+"""Attention of all heads on packed queries, keys and values, of which groups of heads may share the latter two.
+
+    qkv (b, s, w)      the last dim is (kv head, [g queries | key | value], d), so w = (heads + 2 kv_heads) d
+    heads = kv_heads   g is 1: (head, query | key | value, d)
+    y (b, s, heads d)  head kv * g + member, in this order
+
+A slice of the last dim along whole groups is again such an array, so a rank holds some of the heads by holding some of
+the columns.  Whoever brings keys from elsewhere (context parallelism) has the same parts to call: `split_heads` and
+`by_head` give views, `attend` and `attend_backward` run the kernel on them.
+
+Shapes: b sample, kv head of keys and values, g member of its group of queries, s query, t key, d width of a head.
+Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; groups: Ainslie et al. 2023, "GQA", arXiv:2305.13245; without the
+matrix of probabilities: Dao et al. 2022, arXiv:2205.14135.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mpitrain import kernels
+from mpitrain.autograd.function import Function
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array, array_module
+from mpitrain.errors import ShapeError
+from mpitrain.kernels.blocks import wide
+
+
+class Attention(Function):
+    """Self-attention of all heads on packed queries, keys and values; saves those, its output, a number a query."""
+
+    @staticmethod
+    def forward(
+        qkv: Array, mask: Array | None, rows: Array | None, *, heads: int, kv_heads: int, causal: bool, drop: float
+    ) -> tuple[Array, tuple[Any, ...]]:
+        q, k, v = split_heads(qkv.astype(wide(qkv.dtype), copy=False), heads, kv_heads)
+        y = array_module(qkv).empty((*qkv.shape[:2], heads * q.shape[-1]), q.dtype)
+        lse = attend(q, k, v, by_head(y, heads, kv_heads), causal=causal, mask=mask, rows=rows, drop=drop)
+        y = y.astype(qkv.dtype, copy=False)
+        return y, (qkv, mask, rows, y, lse)
+
+    @staticmethod
+    def backward(
+        grad: Array,
+        qkv: Array,
+        mask: Array | None,
+        rows: Array | None,
+        y: Array,
+        lse: Array,
+        *,
+        wanted: tuple[bool, ...],
+        heads: int,
+        kv_heads: int,
+        causal: bool,
+        drop: float,
+    ) -> tuple[Any, ...]:
+        compute = wide(qkv.dtype)
+        parts = split_heads(qkv.astype(compute, copy=False), heads, kv_heads)
+        g, y = (by_head(array.astype(compute, copy=False), heads, kv_heads) for array in (grad, y))
+        d_qkv = array_module(qkv).empty(qkv.shape, compute)
+        into = split_heads(d_qkv, heads, kv_heads)
+        attend_backward(g, *parts, y, lse, *into, causal=causal, mask=mask, rows=rows, drop=drop)
+        return d_qkv.astype(qkv.dtype, copy=False), None, None
+
+
+def attention(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    causal: bool = True,
+    mask: Array | None = None,
+    rows: Array | None = None,
+    drop: float = 0.0,
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for each head.
+
+    Args:
+        qkv: (b, s, (heads + 2 kv_heads) * d), the last dim in the order (kv head, [g queries | key | value], d) with
+            g = heads / kv_heads.
+        heads: how many heads of queries `qkv` holds.
+        kv_heads: how many heads of keys and values it holds; None: as many, each query head its own.
+        causal: position i sees positions 0..i only.
+        mask: bool array, True where attention is allowed besides that: (b, s) by key (padding), (b, s, s) by query and
+            key (documents), or anything that broadcasts to (b, heads, s, s).
+        rows: uint64 (b, heads, s) from `Draw.attention_rows`, for dropout of the attention weights; None: no dropout.
+        drop: the probability with which a weight is dropped.
+
+    Returns:
+        (b, s, heads * d).  A query that may see no position gives 0, and its gradient is exactly 0.
+
+    Raises:
+        ShapeError: heads are no multiple of kv_heads, the width is not that of so many heads, or the mask or the rows
+            have another shape.
+
+    Cost: 4 s^2 d operations a head, half of them with `causal`, and 2.5 times that in backward; fewer heads of keys and
+        values save none of it, only memory.  Memory for backward grows with s, not s^2; scores are made again there.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Ainslie et al. 2023, arXiv:2305.13245, section 2.2; Dao et al.
+        2022, arXiv:2205.14135.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ShapeError(f"attention: {heads} heads of queries in {kv_heads} groups that are not of one size")
+    if qkv.ndim != 3 or qkv.shape[2] % (heads + 2 * kv_heads):
+        held = "heads * 3" if heads == kv_heads else "(heads + 2 kv_heads)"
+        among = "" if heads == kv_heads else f" and {kv_heads} of keys and values"
+        raise ShapeError(
+            f"attention: qkv {qkv.shape} is not (batch, sequence, {held} * width) for {heads} heads{among}"
+        )
+    b, s, _ = qkv.shape
+    if mask is not None:
+        given = mask.shape
+        if mask.ndim == 2:
+            mask = mask[:, None, None, :]
+        elif mask.ndim == 3:
+            mask = mask[:, None]
+        fits = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, (b, heads, s, s), strict=True))
+        if not fits or mask.dtype != bool:
+            raise ShapeError(
+                f"attention: a mask of shape {given} and dtype {mask.dtype}; wanted is bool, ({b}, {s}) by key or"
+                f" ({b}, {s}, {s}) by query and key"
+            )
+    if drop and rows is None:
+        raise ShapeError("attention: dropout needs rows, the random stream of each query")
+    if rows is not None and rows.shape != (b, heads, s):
+        raise ShapeError(f"attention: rows {rows.shape}; wanted is one a query of each head, ({b}, {heads}, {s})")
+    if not drop:
+        rows = None
+    return Attention.apply(qkv, mask, rows, heads=heads, kv_heads=kv_heads, causal=causal, drop=drop)
+
+
+# ----------------------------------------------------------------------------------------- the parts of a packed array
+
+
+def split_heads(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
+    """Queries (b, kv, g, s, d), keys and values (b, kv, s, d) as views of a packed array (b, s, w)."""
+    b, s, width = qkv.shape
+    g, d = heads // kv_heads, width // (heads + 2 * kv_heads)
+    parts = qkv.reshape(b, s, kv_heads, g + 2, d).transpose(0, 2, 3, 1, 4)
+    return parts[:, :, :g], parts[:, :, g], parts[:, :, g + 1]
+
+
+def by_head(y: Array, heads: int, kv_heads: int) -> Array:
+    """(b, s, heads d) as (b, kv, g, s, d), a view."""
+    b, s, width = y.shape
+    return y.reshape(b, s, kv_heads, heads // kv_heads, width // heads).transpose(0, 2, 3, 1, 4)
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    *,
+    causal: bool,
+    mask: Array | None,
+    rows: Array | None,
+    drop: float,
+    keys: Array | None = None,
+) -> Array:
+    """Write softmax(q k^T / sqrt(d)) v into `out`, for groups of queries on the same keys.
+
+    Args:
+        q: (b, kv, g, s, d) float32 or float64, any strides; out alike.
+        k: (b, kv, t, d); v alike.
+        out: written.
+        causal, mask, rows, drop, keys: as for `kernels.attention`, where the head of a query is kv * g + its member:
+            the mask broadcasts to (b, kv * g, s, t), rows are (b, kv * g, s).
+
+    Returns:
+        lse (b, kv, g, s), the logarithm of the sum of each query's exponentials.
+    """
+    lse = array_module(q).empty(q.shape[:4], q.dtype)
+    for one, here in _members(q, mask, rows):
+        lse[one] = kernels.attention(
+            q[one], k, v, out[one], scale=_scale(q), causal=causal, drop=drop, keys=keys, **here
+        )
+    return lse
+
+
+def attend_backward(
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    causal: bool,
+    mask: Array | None,
+    rows: Array | None,
+    drop: float,
+    keys: Array | None = None,
+) -> None:
+    """Write the gradients of q, k and v into dq, dk and dv; dk and dv are sums over the queries of a group.
+
+    Args:
+        grad, y, dq: (b, kv, g, s, d), as q.
+        lse: (b, kv, g, s) from `attend`, or over further keys, as for `kernels.attention_backward`.
+        dk, dv: as k.
+        q, k, v, causal, mask, rows, drop, keys: as for `attend`.
+    """
+    into_k, into_v = dk, dv
+    for i, (one, here) in enumerate(_members(q, mask, rows)):
+        if i == 1:
+            xp = array_module(q)
+            into_k, into_v = xp.empty(k.shape, k.dtype), xp.empty(v.shape, v.dtype)
+        given = grad[one], q[one], k, v, y[one], lse[one]
+        kernels.attention_backward(
+            *given, dq[one], into_k, into_v, scale=_scale(q), causal=causal, drop=drop, keys=keys, **here
+        )
+        if i:
+            dk += into_k
+            dv += into_v
+
+
+def _members(q: Array, mask: Array | None, rows: Array | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """For each place in a group: the index of its queries in (b, kv, g, ...), and what of mask and rows is theirs."""
+    _, kv_heads, g, _, _ = q.shape
+    by_group = kv_heads, g
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.reshape(mask.shape[0], *by_group, *mask.shape[2:])
+    if rows is not None:
+        rows = rows.reshape(rows.shape[0], *by_group, rows.shape[2])
+    for member in range(g):
+        one = slice(None), slice(None), member
+        yield (
+            one,
+            {
+                "mask": mask[one] if mask is not None and mask.ndim == 5 else mask,
+                "rows": None if rows is None else rows[one],
+            },
+        )
+
+
+def _scale(q: Array) -> float:
+    return 1.0 / math.sqrt(max(1, q.shape[-1]))

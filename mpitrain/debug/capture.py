@@ -1,0 +1,207 @@
+"""A rank's training run as a sequence of records: what `mpitrain verify` compares.
+
+    begin    weight                       before an executor's first step: the mesh, and this rank's slabs
+    step 1   gradient weight moments ...  numbers of the step, and each kind of tensor as one flat vector of all slabs
+    step 2   ...
+
+A listener on the executor's actions: when STEP begins the gradients are final, and must be copied at once, since
+clipping scales them in place; when it ends there are the weights, the optimizer's state and the step's report.  No
+line of a model, an optimizer or a reducer knows of it, nor does the script that trains.
+
+A record is plain JSON and arrays, in memory or one after the other in a file.  A file that ends in the middle of a
+record, because its rank died, is read up to there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array, to_host
+from mpitrain.comm.world import World
+from mpitrain.events import Event, listen
+from mpitrain.nn.module import PRECISION
+from mpitrain.nn.parameter import Parameter
+from mpitrain.pipeline.executor import Executor, StepReport
+
+Fact = Any  # what JSON holds
+
+
+class Record(NamedTuple):
+    """One thing that was seen on a rank.
+
+    facts of a `begin`: rank; executor, counted from 0; the mesh's sizes and coords; parameters: name, full shape,
+    rectangle and whether it decays, of each, in the model's order.
+    facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
+    what this rank's forwards gave; targets, loss, norm, learning rate, updates.  A step that was cut short has what
+    there was.
+    arrays: kind -> vector of all slabs, in the order of the begin's parameters.
+    """
+
+    facts: dict[str, Fact]
+    arrays: dict[str, np.ndarray]
+
+
+Keep = Callable[[Record], None]
+
+
+class Enough(SystemExit):
+    """Ends a script after the steps that were asked for, as if it had come to its end."""
+
+
+@contextmanager
+def recording(world: World, keep: Keep, steps: int | None = None) -> Iterator[None]:
+    """Record what this rank trains while the block runs, in float64 and deterministic mode.
+
+    Only executors on `world` count: a script that trains once more in a world of its own, to compare, does that alone.
+
+    Args:
+        world: of this rank.
+        keep: takes each record.
+        steps: the block ends after so many; None: where it ends by itself.
+    """
+    world.set_deterministic()
+    recorder = Recorder(world, keep, steps)
+    token = PRECISION.set(np.float64)
+    try:
+        with listen(recorder):
+            yield
+    except Enough:
+        pass
+    finally:
+        recorder.interrupt()
+        PRECISION.reset(token)
+
+
+class Recorder:
+    """The listener.
+
+    Args:
+        world: of this rank.
+        keep: takes each record.
+        steps: raises `Enough` at the end of so many steps; None: never.
+    """
+
+    def __init__(self, world: World, keep: Keep, steps: int | None = None) -> None:
+        self._world = world
+        self._keep = keep
+        self._steps = steps
+        self._courses: WeakKeyDictionary[Executor, _Course] = WeakKeyDictionary()
+        self._done = 0  # steps of all executors
+        self._watched: _Course | None = None  # in whose forward this rank is
+        self._open: tuple[Executor, _Course] | None = None  # in whose STEP
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "op":
+            if self._watched is not None and event.phase == "begin":
+                self._watched.note(event.info["inputs"])
+        elif event.kind == "action" and event.info["executor"].mesh.world is self._world:
+            self._action(event.phase, event.info["action"].kind, event.info["executor"], event.info.get("output"))
+
+    def _action(self, phase: str, kind: str, executor: Executor, output: Tensor | None) -> None:
+        course = self._courses.get(executor)
+        if course is None:
+            course = self._courses[executor] = _Course(executor, len(self._courses))
+            self._keep(course.begin(self._world.rank, executor))
+        if kind == "F":
+            self._watched = course if phase == "begin" else None
+            if output is not None and output.data.size == 1:  # of the last stage; others pass activations on
+                course.own_loss += float(to_host(output.data))
+        elif kind == "STEP" and phase == "begin":
+            course.gradients = _vector(p.grad if p.touched else np.zeros_like(p.grad) for p in course.parameters)
+            self._open = executor, course
+        elif kind == "STEP":
+            self._open = None
+            self._keep(course.step(executor))
+            self._done += 1
+            if self._done == self._steps:
+                raise Enough(0)
+
+    def interrupt(self) -> None:
+        """Keep what is known of a step that did not come to its end: a gradient of NaN, and the loss."""
+        if self._open is not None:
+            executor, course = self._open
+            self._open = None
+            self._keep(course.cut_short(executor))
+
+
+class _Course:
+    """What is known of one executor's run."""
+
+    def __init__(self, executor: Executor, number: int) -> None:
+        self.number = number
+        self.parameters: list[Parameter] = executor.model.parameters()
+        self.gradients: np.ndarray = np.empty(0)
+        self.own_loss = 0.0
+        self._done = 0
+        self._report: StepReport | None = executor.report
+        self._arrays = {id(p.data): p.name for p in self.parameters}
+        self._used: dict[str, None] = {}  # names, in the order of their first use
+
+    def note(self, inputs: Iterable[Any]) -> None:
+        """Forward uses these arrays: backward will make a parameter final where it was used first."""
+        if len(self._used) < len(self._arrays) and not self._done:
+            self._used.update((name, None) for a in inputs if (name := self._arrays.get(id(a))) is not None)
+
+    def begin(self, rank: int, executor: Executor) -> Record:
+        mesh = executor.mesh
+        slabs = [
+            [p.name, list(p.full_shape), [[s.start, s.stop] for s in p.rectangle], p.decay] for p in self.parameters
+        ]
+        facts = {"rank": rank, "executor": self.number, "sizes": dict(mesh.sizes), "coords": dict(mesh.coords)}
+        return Record({"is": "begin", **facts, "parameters": slabs}, {"weight": _vector(p.data for p in self.parameters)})
+
+    def step(self, executor: Executor) -> Record:
+        record = self.cut_short(executor)
+        record.arrays["weight"] = _vector(p.data for p in self.parameters)
+        for kind, of in executor.optimizer.state_dict().items():
+            record.arrays[kind] = _vector(of[p.name] for p in self.parameters)
+        record.facts["updates"] = executor.optimizer.updates
+        self._done += 1
+        return record
+
+    def cut_short(self, executor: Executor) -> Record:
+        facts = {"is": "step", "executor": self.number, "step": self._done + 1, "order": [*reversed(self._used)]}
+        facts["own loss"], self.own_loss = self.own_loss, 0.0
+        if executor.report is not None and executor.report is not self._report:
+            self._report = executor.report
+            facts |= {"targets": self._report.targets, "loss": self._report.loss}
+            facts |= {"norm": self._report.grad_norm, "learning rate": self._report.lr}
+        return Record(facts, {"gradient": self.gradients})
+
+
+def _vector(arrays: Iterable[Array]) -> np.ndarray:
+    """Copies of the arrays, one after the other, on the host."""
+    flat = [to_host(array).reshape(-1) for array in arrays]
+    return np.concatenate(flat) if flat else np.empty(0)
+
+
+# -------------------------------------------------------------------------------------------------------------- in files
+
+
+def write(file: BinaryIO, record: Record) -> None:
+    """Append a record: a line of JSON, then each array in NumPy's format.  Nothing stays in a buffer."""
+    line = json.dumps({**record.facts, "arrays": [*record.arrays]})
+    file.write(line.encode() + b"\n")
+    for array in record.arrays.values():
+        np.save(file, array, allow_pickle=False)
+    file.flush()
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file, up to its end or to where its rank died."""
+    with open(path, "rb") as file:
+        for line in iter(file.readline, b""):
+            try:
+                facts = json.loads(line)
+                arrays = {kind: np.load(file, allow_pickle=False) for kind in facts.pop("arrays")}
+            except (ValueError, EOFError, OSError):
+                return
+            yield Record(facts, arrays)

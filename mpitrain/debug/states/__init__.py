@@ -1,0 +1,15 @@
+"""States of values across ranks, checked by rule while a program runs.
+
+    checker.py   the listener: follows each value from op to op, and says at which line a message is missing or doubled
+    rules.py     what each op does to a state: the table
+    mixing.py    how the states of several values meet in one op
+    arrows.py    what a message takes and gives
+    known.py     what is known of a value, and where it got it
+    digests.py   do all ranks hold the same values where they should?
+
+The theory: docs/explanation/states-and-duals.md.
+"""
+
+from mpitrain.debug.states.checker import StateChecker
+
+__all__ = ["StateChecker"]

@@ -1,0 +1,1 @@
+"""What a training run will cost, as pure functions of its sizes: predicted, before a rank starts."""

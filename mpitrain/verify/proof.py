@@ -1,0 +1,178 @@
+"""A script, one rank, layouts: run it in each, and judge each by the one rank.
+
+The run of one rank is made once.  A layout that differs is taken apart: each of its axes alone, as threads, until it is
+known which of them differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpitrain.debug.capture import Record
+from mpitrain.errors import ConfigError
+from mpitrain.options import show
+from mpitrain.verify.judge import Verdict, judge
+from mpitrain.verify.launch import Run, run_all
+from mpitrain.verify.layouts import AXES, Layout
+from mpitrain.verify.suspect import Hint, hints
+
+
+FRESH = "{run}"
+"""Stands in a script's arguments for a folder of each run's own."""
+
+
+@dataclass
+class Outcome:
+    """What came of one layout.
+
+    Attributes:
+        layout: which.
+        word: "equal", "differs", "failed" (it did not run to its end) or "refused" (by the script, before its first step).
+        seconds: that the run took.
+        verdict: the comparison, where there was something to compare.
+        message: why it was refused or how it failed.
+        hints: where to look, if it differs.
+    """
+
+    layout: Layout
+    word: str
+    seconds: float
+    verdict: Verdict | None = None
+    message: str = ""
+    hints: list[Hint] = field(default_factory=list)
+
+
+@dataclass
+class Proof:
+    """How the runs are made.
+
+    Args:
+        command: the script and its arguments, without flags of a layout; FRESH in them is a new folder for each run.
+        folder: where runs may write; exists.
+        steps: after which every run is ended.
+        transport: "local" or "mpi", for layouts.
+        at_once: runs at the same time, as threads.
+        timeout: seconds that a run may take.
+        echo: print what the scripts print.
+    """
+
+    command: list[str]
+    folder: Path
+    steps: int
+    transport: str = "local"
+    at_once: int = 1
+    timeout: float = 300.0
+    echo: bool = False
+    _number: int = 0
+    _reference: Run | None = None
+    _known: dict[Layout, Outcome] = field(default_factory=dict)
+
+    def one_rank(self) -> list[Record]:
+        """Run the script in a world of one.
+
+        Returns:
+            Its records.
+
+        Raises:
+            ConfigError: it fails there already, or never trains.
+        """
+        run = self._new(None)
+        (_,) = run_all([run], self.steps, "local", 1, self.timeout)
+        self._say(run)
+        script = show(self.command[0])
+        records = list(run.records()[0])
+        if run.code != 0:
+            if not self.echo:
+                print(_quoted(run.tail()), file=sys.stderr)
+            raise ConfigError(
+                f"{script} {_end_of(run, self.timeout)} already on one rank, without any flag of a layout: there is\n"
+                "nothing to compare with.  What it printed last stands above."
+            )
+        if not any(record.facts["is"] == "step" for record in records):
+            raise ConfigError(
+                f"{script} made no step on one rank: there is nothing to compare.  verify records scripts that train\n"
+                "with an Executor on their world()."
+            )
+        self._reference = run
+        return records
+
+    def outcomes(self, layouts: Sequence[Layout], transport: str | None = None) -> Iterator[Outcome]:
+        """Run and judge each layout, in order; each once, however often it is asked for."""
+        way = transport or self.transport
+        new = [layout for layout in dict.fromkeys(layouts) if layout not in self._known]
+        runs = [self._new(layout) for layout in new]
+        at_once = self.at_once if way == "local" else 1
+        ended = zip(new, run_all(runs, self.steps, way, at_once, self.timeout), strict=True)
+        for layout in layouts:
+            while layout not in self._known:
+                ran, run = next(ended)
+                self._say(run)
+                self._known[ran] = self._judged(ran, run)
+            yield self._known[layout]
+
+    def _new(self, layout: Layout | None) -> Run:
+        self._number += 1
+        folder = self.folder / f"{self._number:03d}"
+        command = [word.replace(FRESH, str(folder / "run")) for word in self.command]
+        if layout is None:
+            return Run(folder, 0, command)
+        return Run(folder, layout.ranks, [*command, *layout.flags])
+
+    def _judged(self, layout: Layout, run: Run) -> Outcome:
+        assert self._reference is not None
+        refusal = run.refusal()
+        if refusal is not None:
+            return Outcome(layout, "refused", run.seconds, message=refusal)
+        disobeyed = _disobeyed(layout, run)
+        if disobeyed:
+            return Outcome(layout, "refused", run.seconds, message=disobeyed)
+        verdict = judge(self._reference.records()[0], run.records())
+        if run.code != 0:
+            message = f"{_end_of(run, self.timeout)}:\n{_quoted(run.tail())}"
+            return Outcome(layout, "failed", run.seconds, verdict, message)
+        return Outcome(layout, "equal" if verdict.ok else "differs", run.seconds, verdict)
+
+    def explain(self, outcome: Outcome) -> None:
+        """Find hints for a layout that is not equal; runs its axes alone for them."""
+        first = outcome.verdict.first if outcome.verdict is not None else None
+        if first is None:
+            return
+        parts = outcome.layout.parts()
+        known = {"equal": True, "differs": False}
+        alone = [(o.layout, known.get(o.word)) for o in self.outcomes(parts, transport="local")]
+        outcome.hints = hints(first, outcome.layout, alone)
+
+    def _say(self, run: Run) -> None:
+        if self.echo:
+            print(f"$ {' '.join(map(show, run.command))}\n{_quoted(run.output().rstrip())}", flush=True)
+
+
+def _disobeyed(layout: Layout, run: Run) -> str:
+    """Which flag the script did not obey: a layout that was not run is not proven."""
+    for records in run.records():
+        begin = next(records, None)
+        if begin is None:
+            continue
+        sizes: dict[str, Any] = dict(begin.facts["sizes"])
+        sizes["dp"] = sizes.pop("edp") * sizes.pop("ep")
+        for axis in sizes:
+            wanted = dict(layout.axes).get(axis, 1)
+            if sizes[axis] != wanted:
+                grid = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+                flag = f"{AXES[axis]} {wanted}" if axis in dict(layout.axes) else f"no {axis}"
+                return f"the script did not obey {flag}: its mesh was {grid}"
+    return ""
+
+
+def _end_of(run: Run, timeout: float) -> str:
+    if run.code is None:
+        return f"did not end within {timeout:g} s"
+    return f"ended with exit code {run.code}" if run.code >= 0 else f"was killed by signal {-run.code}"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"  | {line}".rstrip() for line in (text or "(it printed nothing)").splitlines())

@@ -1,0 +1,136 @@
+"""What a proof says: a line a layout, tables with the worst first, and everything as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpitrain.debug.capture import Record
+from mpitrain.verify.judge import Finding, Verdict
+from mpitrain.verify.proof import Outcome
+from mpitrain.verify.suspect import Hint
+
+ROWS = 8  # of a table of a run that is equal, or that is not
+
+
+def one_rank_line(records: Sequence[Record]) -> str:
+    """What the run of one rank was."""
+    steps = [record for record in records if record.facts["is"] == "step"]
+    begin = next(record for record in records if record.facts["is"] == "begin")
+    losses = [record.facts["loss"] for record in steps if "loss" in record.facts]
+    course = f", loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
+    kinds = ", ".join(f"{kind.replace('_', ' ')}s" for kind in steps[0].arrays)
+    return f"one rank: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}"
+
+
+def line(name: str, word: str, detail: str, seconds: float, width: int) -> str:
+    """One layout."""
+    shown = word if word in ("equal", "refused") else word.upper()
+    return f"{name:<{width}}  {shown:<8}{seconds:6.1f} s  {detail}"
+
+
+def detail(outcome: Outcome) -> str:
+    """The end of a layout's line."""
+    if outcome.word in ("refused", "failed"):
+        return outcome.message.splitlines()[0]
+    assert outcome.verdict is not None
+    return of_verdict(outcome.verdict)
+
+
+def of_verdict(verdict: Verdict) -> str:
+    """A verdict in a line."""
+    first = verdict.first
+    if first is not None:
+        return f"first at step {first.step}, {first.what}"
+    worst = verdict.worst()[0]
+    return f"{len(verdict.findings)} comparisons; the worst is {worst.share:.2g} of its bound: {worst.what}"
+
+
+def table(verdict: Verdict, rows: int | None = ROWS) -> str:
+    """Errors and bounds, the worst first; each tensor at its worst step."""
+    worst = verdict.worst()
+    shown = worst if rows is None else worst[:rows]
+    lines = [f"  {'error':>8}  {'allowed':>8}  {'of it':>8}  {'ratio':>9}  step  {'what':<46} why so much is allowed"]
+    lines += [_row(finding) for finding in shown]
+    if len(shown) < len(worst):
+        lines.append(f"  ... and {len(worst) - len(shown)} more, none of them worse")
+    if verdict.excused.count:
+        lines.append(
+            f"  Not counted: {verdict.excused.count} weights whose gradient is rounding noise (a key's bias); they differ "
+            f"by at most {verdict.excused.error:.1e}."
+        )
+    return "\n".join(lines)
+
+
+def _row(finding: Finding) -> str:
+    d = finding.difference
+    if d is None:
+        return f"  {'-':>8}  {'-':>8}  {'-':>8}  {'-':>9}  {finding.step:>4}  {finding.what:<46} {finding.problem}"
+    ratio = d.ratio if math.isnan(d.factor) else d.factor
+    why = finding.problem or d.why
+    return (
+        f"  {d.error:8.1e}  {d.bound:8.1e}  {finding.share:8.2g}  {ratio:9.6g}  {finding.step:>4}  "
+        f"{finding.what:<46} {why}"
+    )
+
+
+def explanation(name: str, found: Iterable[Hint]) -> str:
+    """The hints under the name of their layout."""
+    return "\n".join([f"{name} is not the training run of one rank:", *(f"  {h.label:<9} {h.text}" for h in found)])
+
+
+# ------------------------------------------------------------------------------------------------------------------ JSON
+
+
+def as_json(
+    command: Sequence[str], records: Sequence[Record], outcomes: Sequence[Outcome], code: int
+) -> dict[str, Any]:
+    """Everything, for programs.  A number that JSON does not have is a word: "nan", "inf"."""
+    steps = [record for record in records if record.facts["is"] == "step"]
+    return {
+        "command": list(command),
+        "steps": len(steps),
+        "losses": [_number(record.facts.get("loss", math.nan)) for record in steps],
+        "layouts": [_outcome(outcome) for outcome in outcomes],
+        "exit_code": code,
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    verdict = outcome.verdict
+    first = verdict.first if verdict is not None else None
+    return {
+        "layout": str(outcome.layout),
+        "ranks": outcome.layout.ranks,
+        "flags": list(outcome.layout.flags),
+        "outcome": outcome.word,
+        "seconds": round(outcome.seconds, 3),
+        "message": outcome.message,
+        "compared": len(verdict.findings) if verdict is not None else 0,
+        "steps": verdict.steps if verdict is not None else 0,
+        "first": None if first is None else _finding(first),
+        "worst": [] if verdict is None else [_finding(finding) for finding in verdict.worst()],
+        "hints": [{"label": h.label, "text": h.text, "axes": list(h.axes)} for h in outcome.hints],
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    d = finding.difference
+    found: dict[str, Any] = {
+        "step": finding.step,
+        "kind": finding.kind,
+        "name": finding.name,
+        "equal": finding.ok,
+        "problem": finding.problem,
+        "ranks": list(finding.ranks),
+        "axes": list(finding.split.axes) if finding.split is not None else [],
+    }
+    if d is not None:
+        found |= {"error": _number(d.error), "allowed": _number(d.bound), "ratio": _number(d.ratio)}
+        found |= {"factor": _number(d.factor), "at": list(d.at), "why": d.why}
+    return found
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

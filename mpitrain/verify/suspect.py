@@ -1,0 +1,133 @@
+"""Where to look: what the first difference, replicas and runs with one axis alone say of a layout that differs.
+
+    factor      2 everywhere over an axis of size 2: doubled; 1/2: averaged, or one of two parts
+    replicas    ranks that share a value and differ: along which axis
+    alone       the layouts of one axis each: those that differ hold the fault
+
+Each is a hint that names axes.  The suspect is the axis on which they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from mpitrain.spec import MERGED_AXES
+from mpitrain.verify.judge import Finding
+from mpitrain.verify.layouts import WAYS, Layout
+
+CLOSE = 1e-6  # of a factor to the number that it is taken for
+_SHOWN = {atom: axis for axis, atoms in MERGED_AXES.items() for atom in atoms}
+
+
+class Hint(NamedTuple):
+    """A label, what there is to say, and the axes that it points at."""
+
+    label: str
+    text: str
+    axes: tuple[str, ...] = ()
+
+
+def hints(finding: Finding, layout: Layout, alone: Sequence[tuple[Layout, bool | None]] = ()) -> list[Hint]:
+    """All that can be said of the first difference of a layout.
+
+    Args:
+        finding: the first difference.
+        layout: that has it.
+        alone: the layouts of one axis each that were tried, and whether they are equal; None: could not be tried.
+
+    Returns:
+        Hints in the order in which they are printed; the last one is the suspect, if there is any.
+    """
+    found = [Hint("first", f"step {finding.step}, {finding.what}{_where(finding)}")]
+    if finding.difference is not None:
+        d = finding.difference
+        at = f" at {list(d.at)}" if d.at else ""
+        found.append(Hint("error", f"{d.error:.3g}{at}, allowed {d.bound:.3g}: {d.why}"))
+        found += _of_factor(finding, layout.sizes)
+    if finding.problem:
+        axes = tuple(dict.fromkeys(_SHOWN.get(axis, axis) for axis in finding.split.axes)) if finding.split else ()
+        along = f", along {' and '.join(axes)}" if axes else ""
+        found.append(Hint("replicas" if finding.split else "problem", finding.problem + along, axes))
+    if alone:
+        words = {True: "equal", False: "differs", None: "could not be tried"}
+        text = ", ".join(f"{part} {words[equal]}" for part, equal in alone)
+        guilty = [part for part, equal in alone if equal is False]
+        found.append(Hint("alone", text, tuple(dict.fromkeys(axis for part in guilty for axis in part.sizes))))
+    suspect = _suspect(found, layout, alone)
+    return [*found, Hint("suspect", suspect)] if suspect else found
+
+
+def _where(finding: Finding) -> str:
+    """On which ranks, if not on all."""
+    if not finding.ranks:
+        return ""
+    numbers = " ".join(map(str, finding.ranks))
+    return f" (only the part{'s' if len(finding.ranks) > 1 else ''} of rank{'s' if len(finding.ranks) > 1 else ''} {numbers})"
+
+
+def _of_factor(finding: Finding, sizes: Mapping[str, int]) -> list[Hint]:
+    """What one common factor means."""
+    assert finding.difference is not None
+    factor = finding.difference.factor
+    if math.isnan(factor):
+        if math.isnan(finding.difference.error):
+            return [Hint("how", "not a number: NaN, or infinity minus infinity")]
+        return [Hint("how", f"{finding.difference.ratio:.6g} times the value there, other factors elsewhere")]
+    if factor == 0:
+        return [Hint("how", "zero everywhere: never computed, or never sent")]
+    for number, (over, axes) in _counts(sizes).items():
+        if _close(factor, number):
+            how = "doubled" if number == 2 else "summed or counted as often"
+            return [Hint("how", f"{number} times the value everywhere: {how} {over}", axes)]
+        if _close(factor, 1 / number):
+            text = f"1/{number} of the value everywhere: not summed, or averaged, {over}"
+            return [Hint("how", text, axes)]
+        if finding.kind == "norm" and _close(factor**2, number):
+            text = f"the root of {number} times the value: everything counted {number} times {over}"
+            return [Hint("how", text, axes)]
+    if _close(factor, -1):
+        return [Hint("how", "the sign is turned everywhere")]
+    return [Hint("how", f"{factor:.9g} times the value everywhere")]
+
+
+def _counts(sizes: Mapping[str, int]) -> dict[int, tuple[str, tuple[str, ...]]]:
+    """How often something may be counted in a layout: number -> over what, and the axes."""
+    found: dict[int, tuple[str, tuple[str, ...]]] = {}
+    for size in sizes.values():
+        axes = tuple(axis for axis, other in sizes.items() if other == size)
+        found[size] = (f"over an axis of size {size} ({' or '.join(axes)})", axes)
+    for count in range(2, len(sizes) + 1):
+        for several in combinations(sizes, count):
+            number = math.prod(sizes[axis] for axis in several)
+            found.setdefault(number, (f"over axes whose sizes multiply to {number}", tuple(sizes)))
+    return found
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= CLOSE * abs(b)
+
+
+def _suspect(found: Sequence[Hint], layout: Layout, alone: Sequence[tuple[Layout, bool | None]]) -> str:
+    """The axis on which the hints agree, as text; empty where nothing points anywhere."""
+    if len(layout.sizes) == 1 and not alone:
+        return next(iter(layout.sizes))
+    guilty = [part for part, equal in alone if equal is False]
+    if guilty:
+        plain = {tuple(part.sizes) for part in guilty if not part.ways}
+        names = [
+            str(part) if part.ways and tuple(part.sizes) not in plain else next(iter(part.sizes)) for part in guilty
+        ]
+        return " and ".join(dict.fromkeys(names))
+    if alone and all(equal for _, equal in alone):
+        ways = [way for way in layout.ways if WAYS[way].axis in layout.sizes]
+        if len(layout.sizes) == 1:
+            return f"{WAYS[ways[0]].meaning} on {next(iter(layout.sizes))}"
+        return f"{' and '.join(layout.sizes)} together: each alone is equal"
+    axes = [set(hint.axes) for hint in found if hint.axes]
+    if not axes:
+        return ""
+    common = set.intersection(*axes) or axes[-1]
+    return " or ".join(axis for axis in layout.sizes if axis in common)

@@ -1,0 +1,111 @@
+"""What ranks send is what was predicted, to the byte, for every axis, cause and verb: checks that any world can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import World
+from mpitrain.data.corpus import Corpus
+from mpitrain.data.tokens import Batch, Tokens
+from mpitrain.debug.ledger import Ledger, Place, in_step
+from mpitrain.events import listen
+from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.optim.sgd import Sgd
+from mpitrain.parallel.data import BucketedReducer
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.passes import with_update
+from mpitrain.pipeline.schedules import one_stage
+from mpitrain.plan.traffic import Step, cause_of, traffic
+
+SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16)
+SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12)  # for 3 and 6 ranks
+Sums = dict[tuple[str, str, str], tuple[int, int]]
+
+
+def built(world: World, step: Step, bucket_bytes: int = 0) -> tuple[Mesh, Executor, Tokens]:
+    """A model on the layout of a step, what trains it, and numbers to learn."""
+    mesh = Mesh(world, dp=step.dp, tp=step.tp, cp=step.cp)
+    model = GPT(
+        step.sizes,
+        mesh,
+        sequence_parallel=step.sequence_parallel,
+        cp_attention=step.cp_attention,
+        dtype=step.dtype,
+    )
+    reducer = BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else None
+    rows = with_update(one_stage(step.microbatches))
+    executor = Executor(model, Sgd(model.parameters()), mesh, rows, reducer=reducer)
+    numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
+    corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")
+    return mesh, executor, Tokens(corpus, step.sizes.seq_len)
+
+
+def listened(world: World, step: Step, steps: int = 1, documents: bool = False, bucket_bytes: int = 0) -> Ledger:
+    """A ledger that has heard this rank train."""
+    mesh, executor, tokens = built(world, step, bucket_bytes)
+    ledger = Ledger()
+    for batch in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=steps):
+        here = with_documents(batch) if documents else batch
+        with listen(ledger):
+            executor.step(here.part(executor.model.positions_here))
+    return ledger
+
+
+def with_documents(batch: Batch) -> Batch:
+    """Rows whose first quarter is a document of its own: most blocks of keys are seen by nobody."""
+    rows, length = batch.inputs.shape
+    return replace(batch, documents=np.repeat(np.arange(length) >= length // 4, rows).reshape(length, rows).T.astype(int))
+
+
+def measured(ledger: Ledger) -> Sums:
+    """(axis, cause, verb) -> (calls, bytes) of all steps."""
+
+    def name(place: Place) -> tuple[str, str, str]:
+        return place.axis, cause_of(place.axis, place.action, place.path, place.op), place.verb
+
+    sums = ledger.by(name, in_step)
+    return {key: (amount.calls, round(amount.bytes)) for key, amount in sums.items() if amount.calls}
+
+
+def predicted(step: Step, steps: int = 1) -> Sums:
+    return {key: (steps * calls, round(steps * sent)) for key, (calls, sent) in traffic(step).sums().items()}
+
+
+def sends_what_was_predicted(
+    world: World, sizes: GPTConfig = SIZES, *, batch: int = 16, steps: int = 1, documents: bool = False, **how: Any
+) -> None:
+    step = Step(sizes, batch, tp_rank=world.rank % how.get("tp", 1), **how)
+    found = measured(listened(world, step, steps, documents))
+    assert found == predicted(step, steps)
+
+
+# On four ranks, for real MPI.
+
+
+def replicas_of_tensor_parallel_ranks(world: World) -> None:
+    sends_what_was_predicted(world, dp=2, tp=2, steps=2)
+
+
+def sequence_parallel_with_micro_batches(world: World) -> None:
+    sends_what_was_predicted(world, replace(SIZES, tied=True), tp=4, sequence_parallel=True, microbatches=2)
+
+
+def a_ring_of_tensor_parallel_ranks(world: World) -> None:
+    sends_what_was_predicted(world, tp=2, cp=2, dtype=np.float64)
+
+
+def whole_keys_on_every_rank(world: World) -> None:
+    sends_what_was_predicted(world, replace(SIZES, kv_heads=2), tp=4)
+
+
+CHECKS: list[Callable[[World], None]] = [
+    replicas_of_tensor_parallel_ranks,
+    sequence_parallel_with_micro_batches,
+    a_ring_of_tensor_parallel_ranks,
+    whole_keys_on_every_rank,
+]
