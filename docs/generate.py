@@ -1,4 +1,4 @@
-"""Write what the pages show of the code's own tables: options, collectives, the picture of a step.
+"""Write what the pages show of the code's own tables: options, collectives, pictures of a step and of a ring.
 
     python docs/generate.py            rewrite what is out of date
     python docs/generate.py --check    only say what is; exit code 1 if anything is
@@ -157,6 +157,69 @@ def _both_ways(x: float, top: float, bottom: float) -> str:
     return f'<path d="M{x:g} {top:g} V{bottom:g} {up} {down}" fill="none" stroke="#b4690e" stroke-width="1.6"/>'
 
 
+# ------------------------------------------------------------------------------------- the picture of ring attention
+
+_RANKS = ("#b9d7f5", "#bfe5c3", "#ffd9a0", "#d9c9f2")
+_IDLE = "#e4e7eb"
+
+
+def ring_picture() -> str:
+    """Which rank computes which pair of chunks at which hop, and how long hops take, in both layouts of four ranks."""
+    names = (("contiguous", False), ("zig-zag", True))
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 516" width="900" height="516"'
+        ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13">',
+        "<title>Ring attention on four ranks: who computes what, contiguous and in zig-zag order</title>",
+        '<rect width="900" height="516" rx="8" fill="#ffffff"/>',
+    ]
+    for (name, zigzag), top in zip(names, (44, 284), strict=True):
+        parts += [_text(16, top + 14, name), *_scores(140, top, zigzag), *_lock_step(440, top + 14, zigzag)]
+    parts.append(_text(140, 506, "rows: queries, columns: keys, number: hop", size=11))
+    parts.append(_text(440, 506, "time: a hop takes as long as its busiest rank; grey waits", size=11))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _scores(left: int, top: int, zigzag: bool, ranks: int = 4, side: int = 24) -> list[str]:
+    """The lower triangle of all scores, chunk by chunk, in the colour of the rank that computes it."""
+    from mpitrain.parallel.context.layout import positions
+
+    owner = {int(chunk): r for r in range(ranks) for chunk in positions(2 * ranks, ranks, r, zigzag)}
+    parts = [_text(left + side * (k + 0.5), top - 8, str(owner[k]), "middle", 11) for k in range(2 * ranks)]
+    for q in range(2 * ranks):
+        parts.append(_text(left - 8, top + side * q + 16, str(owner[q]), "end", 11))
+        for k in range(q + 1):
+            x, y, hop = left + side * k, top + side * q, (owner[q] - owner[k]) % ranks
+            half = f"M{x} {y} V{y + side} H{x + side} Z" if k == q else f"M{x} {y} H{x + side} V{y + side} H{x} Z"
+            parts.append(f'<path d="{half}" fill="{_RANKS[owner[q]]}" stroke="#ffffff" stroke-width="1.5"/>')
+            parts.append(_text(x + (8 if k == q else side / 2), y + (20 if k == q else 16), str(hop), "middle", 11))
+    return parts
+
+
+def _lock_step(left: int, top: int, zigzag: bool, ranks: int = 4, unit: int = 30) -> list[str]:
+    """One row a rank: what it computes at each hop, in pairs of chunks, and how long it waits for the busiest."""
+    from mpitrain.parallel.context.layout import visible
+
+    chunk, parts, x, total = 1000, [], left, 0
+    for hop in range(ranks):
+        seen = [visible(r, (r - hop) % ranks, 2 * chunk, zigzag=zigzag, causal=True) for r in range(ranks)]
+        works = [0 if part is None else round(part.pairs / chunk**2) for part in seen]
+        longest = max(works)
+        parts.append(_text(x + unit * longest / 2, top - 8, f"hop {hop}", "middle", 11))
+        for r, work in enumerate(works):
+            y = top + 44 * r
+            parts.append(f'<rect x="{x}" y="{y}" width="{unit * longest}" height="32" rx="4" fill="{_IDLE}"/>')
+            if work:
+                parts.append(f'<rect x="{x}" y="{y}" width="{unit * work}" height="32" rx="4" fill="{_RANKS[r]}"/>')
+                parts.append(_text(x + unit * work / 2, y + 21, str(work), "middle"))
+        x, total = x + unit * longest + 6, total + longest
+    ends = [_text(left - 8, top + 44 * r + 21, f"rank {r}", "end", 11) for r in range(ranks)]
+    return [*parts, *ends, _text(x - 6, top + 44 * ranks + 8, f"{total} pairs of chunks", "end", 11)]
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="#1f2933" font-size="{size}">{text}</text>'
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -165,7 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives": collectives_table,
     "verbs": verbs_table,
 }
-PICTURES: dict[str, Callable[[], str]] = {"images/step.svg": step_picture}
+PICTURES: dict[str, Callable[[], str]] = {"images/step.svg": step_picture, "images/ring.svg": ring_picture}
 
 
 def current() -> dict[Path, str]:

@@ -70,7 +70,7 @@ def _dispatch(words: list[str]) -> int:
         case "local":
             return _local(rest)
         case "verify":
-            from mpitrain.verify import main as verify
+            from mpitrain.verify.command import main as verify
 
             return verify(rest)
         case "doctor":

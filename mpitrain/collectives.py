@@ -33,6 +33,7 @@ from mpitrain.autograd.function import Function
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.wire import dim_of
 from mpitrain.errors import ShapeError
 from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard, State
 
@@ -359,12 +360,23 @@ def split(x: Tensor, axis: Communicator, dim: int = 0) -> Tensor:
 def pick(x: Tensor, axis: Communicator, dim: int, start: int, stop: int) -> Tensor:
     """Use a slice of a value of which this rank has its own copy.   Replicate -> Shard(dim).
 
-    Unlike `split`, slices may overlap (ranks that share a head of keys) and need not cover x.  Backward sends nothing:
-    the gradient is Partial, zero outside the slice.
+    Unlike those of `split`, slices may overlap (ranks that share a head of keys) and need not cover x.
+
+    Backward: zeros around the gradient.
+
+    Args:
+        x: the same on all ranks.
+        axis: the mesh axis.
+        dim: tensor dim to cut.
+        start: where this rank's slice begins.
+        stop: where it ends.
 
     Raises:
         ShapeError: the slice is not within x.
+
+    Cost: nothing is sent, neither way; backward writes an array as large as x.
     """
+    dim = dim_of(x.data, dim, "pick")
     if not 0 <= start <= stop <= x.shape[dim]:
         raise ShapeError(f"pick: {start}:{stop} is not within dim {dim} of shape {x.shape}")
     return Pick.apply(x, axis=axis, dim=dim, start=start, stop=stop)

@@ -281,8 +281,8 @@ def bytes_are_those_of_the_formulas(world: World) -> None:
 def the_tape_keeps_a_share(world: World) -> None:
     """Of what one rank keeps for backward: 1/c, also with dropout; nothing grows with the square of the sequence."""
     axis = cp_of(world)
-    for drop in (0.0, 0.3):
-        p = problem(axis.size, chunk=8, drop=drop)
+    for drop, dtype in ((0.0, np.float64), (0.3, np.float64), (0.3, np.float16)):
+        p = problem(axis.size, chunk=8, drop=drop, dtype=dtype)
         b, s, width = p.qkv.shape
         rows = p.draw.attention_rows("weights", p.heads) if drop else None
         with Tape() as whole:
@@ -292,7 +292,9 @@ def the_tape_keeps_a_share(world: World) -> None:
             with Tape() as tape:
                 attend(p, axis, way, x)
             assert tape.nbytes * axis.size == whole.nbytes, (way, tape.nbytes, whole.nbytes)
-        assert whole.nbytes == b * s * (8 * (width + p.heads * 4) + 8 * p.heads * (2 if drop else 1))
+        size = np.dtype(dtype).itemsize
+        of_a_token = size * (width + p.heads * 4) + max(4, size) * p.heads + (8 * p.heads if drop else 0)
+        assert whole.nbytes == b * s * of_a_token
 
 
 def a_second_pass_has_the_same_bits(world: World) -> None:

@@ -59,7 +59,9 @@ def listened(world: World, step: Step, steps: int = 1, documents: bool = False, 
 def with_documents(batch: Batch) -> Batch:
     """Rows whose first quarter is a document of its own: most blocks of keys are seen by nobody."""
     rows, length = batch.inputs.shape
-    return replace(batch, documents=np.repeat(np.arange(length) >= length // 4, rows).reshape(length, rows).T.astype(int))
+    return replace(
+        batch, documents=np.repeat(np.arange(length) >= length // 4, rows).reshape(length, rows).T.astype(int)
+    )
 
 
 def measured(ledger: Ledger) -> Sums:

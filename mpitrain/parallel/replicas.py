@@ -71,7 +71,7 @@ def _processor() -> str:
 
 
 def check_replicas(parameters: Sequence[Parameter], mesh: Mesh, when: str) -> None:
-    """Compare the weights of ranks that hold the same ones: Replicate or Invariant on an axis.  Collective over the world.
+    """Compare weights that ranks hold alike, those Replicate or Invariant on an axis.  Collective over the world.
 
     Args:
         parameters: this rank's.

@@ -181,26 +181,6 @@ def cross_entropy(logits: Tensor, targets: Array, axis: Communicator, *, vocab: 
     return VocabularyCrossEntropy.apply(logits, targets, axis=axis, vocab=vocab, ignore=ignore)
 
 
-def gather_logits(logits: Array, axis: Communicator, *, vocab: int) -> Array:
-    """The logits of all words on every rank, to draw the next token from; loss and training do not need them.
-
-    Args:
-        logits: (..., V_i), this rank's words.
-        axis: the axis over which the words are cut.
-        vocab: number of all words.
-
-    Returns:
-        (..., vocab)
-
-    Cost: an all-gather; slabs that are smaller than the first rank's travel with zeros behind them.
-    """
-    if axis.size == 1:
-        return logits
-    slab = array_module(logits).zeros((*logits.shape[:-1], cut(vocab, axis.size, 0)[1]), logits.dtype)
-    slab[..., : logits.shape[-1]] = logits
-    return axis.all_gather(slab, dim=-1)[..., :vocab]
-
-
 class TakeOwnRows(Arrow):
     """Rows of a table by number, zeros for those that other ranks hold.   Shard(0) -> Partial.  Sends nothing.
 

@@ -23,7 +23,7 @@ import numpy as np
 from mpitrain.debug.capture import Record
 from mpitrain.debug.compare import FLOAT64_TOLERANCE, Difference, compare
 from mpitrain.verify.noise import Excused, Noise
-from mpitrain.verify.whole import Moment, Split, Whole, join, moments, same_bits
+from mpitrain.verify.whole import Moment, Plan, Split, Whole, moments, same_bits
 
 NUMBERS_BEFORE = ("targets", "loss")
 NUMBERS_AFTER = ("norm", "learning rate", "updates")
@@ -105,7 +105,7 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
     """Compare the records of a layout's ranks with those of one rank alone."""
     findings: list[Finding] = []
     steps = 0
-    noises: dict[int, Noise] = {}  # of each executor
+    courses: dict[int, _Course] = {}  # of each executor
     excused = Excused(0, 0.0)
     for alone, *others in zip_longest(moments(reference), *(moments(records) for records in ranks)):
         problem = _out_of_step(alone, others)
@@ -113,11 +113,12 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
             findings.append(Finding(steps + 1, "step", problem=problem))
             break
         if alone.facts["is"] == "begin":
-            noises[alone.facts["executor"]] = noise = Noise()
-            findings += _Comparison(steps + 1, alone, others, noise).beginning()
+            course = _Course(Plan([alone.seat]), Plan([other.seat for other in others]), Noise())
+            courses[alone.facts["executor"]] = course
+            findings += _Comparison(steps + 1, alone, others, course).beginning()
             continue
         steps += 1
-        comparison = _Comparison(steps, alone, others, noises[alone.facts["executor"]])
+        comparison = _Comparison(steps, alone, others, courses[alone.facts["executor"]])
         findings += comparison.step()
         excused = max(excused, comparison.excused)
     return Verdict(findings, steps, excused)
@@ -136,14 +137,22 @@ def _out_of_step(alone: Moment | None, others: Sequence[Moment | None]) -> str:
     return "ranks are at steps of different executors" if len(places) > 1 else ""
 
 
+class _Course(NamedTuple):
+    """What holds for all steps of an executor."""
+
+    alone: Plan
+    others: Plan
+    noise: Noise
+
+
 class _Comparison:
     """One record of one rank alone against the same of all ranks of a layout."""
 
-    def __init__(self, step: int, alone: Moment, others: Sequence[Moment], noise: Noise) -> None:
+    def __init__(self, step: int, alone: Moment, others: Sequence[Moment], course: _Course) -> None:
         self._number = step
         self._alone = alone
         self._others = others
-        self._noise = noise
+        self._course = course
         self.excused = Excused(0, 0.0)
 
     def beginning(self) -> Iterator[Finding]:
@@ -200,7 +209,15 @@ class _Comparison:
         if not there or lacks:
             yield Finding(self._number, title, problem=_cut_short(there, lacks))
             return
-        reference, whole = join(kind, [self._alone]).tensors, join(kind, self._others)
+        for plan, moments in ((self._course.alone, [self._alone]), (self._course.others, self._others)):
+            for place, moment in enumerate(moments):
+                size = moment.arrays[kind].size
+                if size != plan.size_of(place):
+                    problem = f"rank {moment.seat.rank} keeps {size} numbers of it for {plan.size_of(place)} weights"
+                    yield Finding(self._number, title, problem=problem)
+                    return
+        reference = self._course.alone.join([self._alone.arrays[kind]]).tensors
+        whole = self._course.others.join([moment.arrays[kind] for moment in self._others])
         mine = self._without_noise(title, whole.tensors, reference)
         both = [name for name in reference if name in mine and mine[name].shape == reference[name].shape]
         found = compare({n: mine[n] for n in both}, {n: reference[n] for n in both}, kind=title)
@@ -208,7 +225,7 @@ class _Comparison:
         order = self._alone.facts["order"] if kind == "gradient" else []
         for name in dict.fromkeys([*order, *reference, *whole.tensors]):
             difference = differences.get(name)
-            problem, split = _problem(kind, name, reference, whole, difference)
+            problem, split = self._problem(kind, name, reference, whole, difference)
             ranks = () if difference is None or difference.ok else _wrong(whole, name, reference[name], difference.bound)
             yield Finding(self._number, title, name, difference, problem, split, ranks)
 
@@ -216,39 +233,41 @@ class _Comparison:
         self, title: str, mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         if title == "initial weight":
-            self._noise.begin(reference)
+            self._course.noise.begin(reference)
         elif title == "gradient":
-            self._noise.gradients(mine, reference, {slab.name for slab in self._alone.seat.slabs if slab.decays})
+            self._course.noise.gradients(mine, reference, {slab.name for slab in self._alone.seat.slabs if slab.decays})
         elif title == "weight":
-            mine, self.excused = self._noise.weights(mine, reference)
+            mine, self.excused = self._course.noise.weights(mine, reference)
         return mine
+
+    def _problem(
+        self, kind: str, name: str, reference: dict[str, np.ndarray], whole: Whole, difference: Difference | None
+    ) -> tuple[str, Split | None]:
+        """What is wrong with a tensor besides the size of its elements; and where its replicas differ."""
+        plan = self._course.others
+        if name in plan.problems:
+            return plan.problems[name], None
+        if name not in whole.tensors:
+            return "no rank of the layout has it", None
+        if name not in reference:
+            return "one rank alone has no such tensor", None
+        if difference is None:
+            return f"is {whole.tensors[name].shape} in the layout, {reference[name].shape} on one rank", None
+        if name in plan.gaps:
+            return f"no rank holds {plan.gaps[name]} of its {whole.tensors[name].size} elements", None
+        split = whole.splits.get(name)
+        if split is None or (kind == "gradient" and split.error <= difference.bound):
+            return "", None
+        far = f"by {split.error:.3g}" if split.error else "in their bits"
+        return f"ranks {split.ranks[0]} and {split.ranks[1]} hold the same part and differ {far}", split
 
 
 def _wrong(whole: Whole, name: str, reference: np.ndarray, bound: float) -> tuple[int, ...]:
     """The ranks whose part of a tensor is wrong; none where all are."""
-    holders = whole.holders[name]
+    holders = whole.holders(name)
     gaps = [np.abs(holder.slab - reference[(..., *holder.rectangle)]).max(initial=0.0) for holder in holders]
     wrong = [holder.seat.rank for holder, gap in zip(holders, gaps, strict=True) if not gap <= bound]
     return tuple(wrong) if len(wrong) < len(holders) else ()
-
-
-def _problem(
-    kind: str, name: str, reference: dict[str, np.ndarray], whole: Whole, difference: Difference | None
-) -> tuple[str, Split | None]:
-    """What is wrong with a tensor besides the size of its elements; and where its replicas differ."""
-    if name not in whole.tensors:
-        return "no rank of the layout has it", None
-    if name not in reference:
-        return "one rank alone has no such tensor", None
-    if difference is None:
-        return f"is {whole.tensors[name].shape} in the layout, {reference[name].shape} on one rank", None
-    if name in whole.gaps:
-        return f"no rank holds {whole.gaps[name]} of its {whole.tensors[name].size} elements", None
-    split = whole.splits.get(name)
-    if split is None or (kind == "gradient" and split.error <= difference.bound):
-        return "", None
-    far = f"by {split.error:.3g}" if split.error else "in their bits"
-    return f"ranks {split.ranks[0]} and {split.ranks[1]} hold the same part and differ {far}", split
 
 
 def _cut_short(alone_has_it: bool, lacks: Sequence[int]) -> str:

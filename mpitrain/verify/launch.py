@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,9 +29,11 @@ from mpitrain.verify.run import records_of
 PAUSE = 0.01  # seconds between two looks at the children
 GRACE = 3.0  # seconds that a child has to end its own children
 TAIL = 40  # lines of the output that are kept of a run that failed
-MOST_LINES = 5  # of a UserError; what mpirun adds comes after it
+MOST_LINES = 5  # of a UserError
 REFUSALS = ("ConfigError", "ShapeError", "MeshError")
 _USER_ERRORS = tuple(name for name, value in vars(errors).items() if isinstance(value, type))
+_ERROR = re.compile(r"[A-Za-z_.]*(Error|Exception|Mismatch|Interrupt)\b")
+_LAUNCHERS_WORDS = re.compile(r"^-{20,}\n(.*?)^-{20,}$", re.MULTILINE | re.DOTALL)
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -43,6 +45,7 @@ class Run:
         folder: of its own; holds the output and the records.
         ranks: how many; 0 for the plain process that is a world of one.
         command: the script and its arguments.
+        over_mpi: whether mpirun started it.
         code: exit code once it has ended; None if it had to be killed.
         seconds: how long it took.
     """
@@ -50,6 +53,7 @@ class Run:
     folder: Path
     ranks: int
     command: list[str]
+    over_mpi: bool = False
     code: int | None = None
     seconds: float = 0.0
     _began: float = field(default=0.0, repr=False)
@@ -64,13 +68,13 @@ class Run:
             transport: "local" or "mpi", where there is more than one rank.
         """
         self.folder.mkdir(mode=0o700)
-        over_mpi = self.ranks > 0 and transport == "mpi"
-        way = "here" if over_mpi or not self.ranks else "threads"
+        self.over_mpi = self.ranks > 0 and transport == "mpi"
+        way = "here" if self.over_mpi or not self.ranks else "threads"
         words = [sys.executable, "-m", "mpitrain.verify.run", str(self.folder), way, str(self.ranks), str(steps)]
         env = outside_of_mpi(
             **dict.fromkeys(_ONE_THREAD, "1"), MPITRAIN_DETERMINISTIC="1", MPITRAIN_TTY="0", PYTHONUNBUFFERED="1"
         )
-        if over_mpi:
+        if self.over_mpi:
             words = [mpirun(), "-n", str(self.ranks), *words]
             env = _settings() | env | {"TMPDIR": str(self.folder)}  # nothing of another mpirun lies there
         self._file = open(self.folder / "output", "wb")  # noqa: SIM115  (closed when it ends)
@@ -116,13 +120,19 @@ class Run:
         return [read(path) if path.exists() else iter(()) for path in paths]
 
     def output(self) -> str:
-        """All that it printed."""
-        return (self.folder / "output").read_bytes().decode(errors="replace").replace("\r\n", "\n")
+        """All that it printed, without what mpirun adds at the end (unless there is nothing else)."""
+        text = (self.folder / "output").read_bytes().decode(errors="replace").replace("\r\n", "\n").replace("\0", "")
+        return (_LAUNCHERS_WORDS.sub("", text).strip() or text.strip()) if self.over_mpi else text.strip()
 
     def tail(self) -> str:
         """The end of what it printed."""
-        lines = self.output().rstrip().splitlines()
+        lines = self.output().splitlines()
         return "\n".join((["..."] if len(lines) > TAIL else []) + lines[-TAIL:])
+
+    def reason(self) -> str:
+        """How it ended, in a line: the error's own, or the last one that it printed."""
+        lines = [line for line in self.output().splitlines() if line.strip(" -")] or ["(it printed nothing)"]
+        return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
     def has_begun(self) -> bool:
         """Whether a rank has begun with a first step."""
@@ -140,8 +150,7 @@ class Run:
         for place in range(len(lines) - 1, -1, -1):
             name, colon, _ = lines[place].partition(":")
             if colon and name in _USER_ERRORS:
-                message = takewhile(lambda line: not line.startswith("-----"), lines[place : place + MOST_LINES])
-                return "\n".join(message) if name in REFUSALS else None
+                return "\n".join(lines[place : place + MOST_LINES]) if name in REFUSALS else None
         said = [line for line in lines if ": error: " in line]
         return said[-1].partition(": error: ")[2] if said else None
 

@@ -5,9 +5,10 @@ noise, about 1e-17 of the other gradients, and other noise in every layout.  Ada
 it moves such a weight by noise times lr / eps, which is no noise any more beside a weight that is itself next to zero.
 No layout is wrong there, and no other value depends on it.
 
-So an element counts as noise if in every step so far its gradient was below the floor of `debug.compare` on one rank
-*and* in the layout.  There the weights may differ by a few times what noise has moved them on one rank; everywhere else
-nothing changes.  A gradient of exactly zero is no noise (a token that did not occur), nor is a weight that decays.
+So an element counts as noise if in every step so far its gradient was below 1e-12 of the largest of its tensor, or
+below the floor of `debug.compare`, on one rank *and* in the layout.  There the weights may differ by a few times what
+noise has moved them on one rank; everywhere else nothing changes.  A gradient of exactly zero is no noise (a token that
+did not occur), nor is a weight that decays.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from mpitrain.debug.compare import FLOAT64_TOLERANCE, FLOOR
 
+NOISE = 1e-12  # of a tensor's largest gradient: a hundredth of what the comparison of gradients can see
 MARGIN = 10.0  # of what noise moves: the largest of a few dozen random numbers against the largest of others
 
 Tensors = Mapping[str, np.ndarray]
@@ -46,12 +48,14 @@ class Noise:
 
     def gradients(self, mine: Tensors, reference: Tensors, decaying: Collection[str]) -> None:
         """The gradients of a step; `decaying` names the parameters that decay."""
-        floor = FLOAT64_TOLERANCE * FLOOR * max((np.abs(g).max(initial=0.0) for g in reference.values()), default=0.0)
+        largest = {name: float(np.abs(gradient).max(initial=0.0)) for name, gradient in reference.items()}
+        floor = FLOAT64_TOLERANCE * FLOOR * max(largest.values(), default=0.0)
         for name, there in reference.items():
             here = mine.get(name)
             if here is None or here.shape != there.shape or name in decaying:
                 here = np.full_like(there, np.nan)  # which is small nowhere
-            small, alive = (np.abs(here) <= floor) & (np.abs(there) <= floor), (here != 0) | (there != 0)
+            level = max(floor, NOISE * largest[name])
+            small, alive = (np.abs(here) <= level) & (np.abs(there) <= level), (here != 0) | (there != 0)
             self._noisy[name] = self._noisy.get(name, small) & small
             self._alive[name] = self._alive.get(name, alive) | alive
 

@@ -132,7 +132,7 @@ class Proof:
             return Outcome(layout, "refused", run.seconds, message=disobeyed)
         verdict = judge(self._reference.records()[0], run.records())
         if run.code != 0:
-            message = f"{_end_of(run, self.timeout)}:\n{_quoted(run.tail())}"
+            message = f"{_end_of(run, self.timeout)}: {run.reason()}\n{_quoted(run.tail())}"
             return Outcome(layout, "failed", run.seconds, verdict, message)
         return Outcome(layout, "equal" if verdict.ok else "differs", run.seconds, verdict)
 
@@ -142,8 +142,7 @@ class Proof:
         if first is None:
             return
         parts = outcome.layout.parts()
-        known = {"equal": True, "differs": False}
-        alone = [(o.layout, known.get(o.word)) for o in self.outcomes(parts, transport="local")]
+        alone = [(o.layout, o.word) for o in self.outcomes(parts, transport="local")]
         outcome.hints = hints(first, outcome.layout, alone)
 
     def _say(self, run: Run) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from mpitrain.debug.capture import Record
+from mpitrain.errors import ConfigError
+from mpitrain.options import show
 from mpitrain.verify.judge import Finding, Verdict
 from mpitrain.verify.proof import Outcome
 from mpitrain.verify.suspect import Hint
@@ -130,6 +135,28 @@ def _finding(finding: Finding) -> dict[str, Any]:
         found |= {"error": _number(d.error), "allowed": _number(d.bound), "ratio": _number(d.ratio)}
         found |= {"factor": _number(d.factor), "at": list(d.at), "why": d.why}
     return found
+
+
+def check_writable(path: str) -> None:
+    """Refuse a place for the JSON before anything is run.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else os.path.dirname(path) or ".", os.W_OK):
+        raise ConfigError(f"--json {show(path)}: cannot be written.  Name a file in a folder that exists.")
+
+
+def write(path: str, found: dict[str, Any]) -> None:
+    """Write a JSON file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {show(path)}: cannot be written: {error.strerror}.") from None
 
 
 def _number(value: float) -> float | str:

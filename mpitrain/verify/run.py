@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from mpitrain.comm.local import run_script
 from mpitrain.comm.world import world
@@ -41,17 +43,28 @@ def main(argv: list[str]) -> int:
     if way == "threads":
         return run_script(int(ranks), script, args, lambda: recorded(Path(folder), int(steps)))
     sys.argv = [script, *args]
-    if not sys.flags.safe_path if sys.version_info >= (3, 11) else True:
+    if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was the folder of `python -m`
     try:
         with recorded(Path(folder), int(steps)):
             runpy.run_path(script, run_name="__main__")
-    except UserError as error:
+    except Exception as error:
         if world().size > 1:
             raise  # the guard prints it, once for all ranks
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        if isinstance(error, UserError):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        traceback.print_exception(type(error), error, _from_script_on(error.__traceback__, script))
+        return 1
     return 0
+
+
+def _from_script_on(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """The traceback without our own frames; whole where the script was not even begun."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename != script:
+        own = own.tb_next
+    return own or trace
 
 
 if __name__ == "__main__":

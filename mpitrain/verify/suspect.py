@@ -30,34 +30,43 @@ class Hint(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-def hints(finding: Finding, layout: Layout, alone: Sequence[tuple[Layout, bool | None]] = ()) -> list[Hint]:
+Alone = Sequence[tuple[Layout, str]]
+
+
+def hints(finding: Finding, layout: Layout, alone: Alone = ()) -> list[Hint]:
     """All that can be said of the first difference of a layout.
 
     Args:
         finding: the first difference.
         layout: that has it.
-        alone: the layouts of one axis each that were tried, and whether they are equal; None: could not be tried.
+        alone: the layouts of one axis each that were tried, and what came of them: "equal", "differs", "failed" or
+            "refused".
 
     Returns:
         Hints in the order in which they are printed; the last one is the suspect, if there is any.
     """
-    found = [Hint("first", f"step {finding.step}, {finding.what}{_where(finding)}")]
-    if finding.difference is not None:
+    if finding.kind == "step":
+        found = [Hint("first", f"step {finding.step} was {finding.problem}")]
+    else:
+        found = [Hint("first", f"step {finding.step}, {finding.what}{_where(finding)}")]
+    if finding.difference is not None and not finding.difference.ok:
         d = finding.difference
         at = f" at {list(d.at)}" if d.at else ""
         found.append(Hint("error", f"{d.error:.3g}{at}, allowed {d.bound:.3g}: {d.why}"))
         found += _of_factor(finding, layout.sizes)
-    if finding.problem:
+    if finding.problem and finding.kind != "step":
         axes = tuple(dict.fromkeys(_SHOWN.get(axis, axis) for axis in finding.split.axes)) if finding.split else ()
         along = f", along {' and '.join(axes)}" if axes else ""
         found.append(Hint("replicas" if finding.split else "problem", finding.problem + along, axes))
     if alone:
-        words = {True: "equal", False: "differs", None: "could not be tried"}
-        text = ", ".join(f"{part} {words[equal]}" for part, equal in alone)
-        guilty = [part for part, equal in alone if equal is False]
-        found.append(Hint("alone", text, tuple(dict.fromkeys(axis for part in guilty for axis in part.sizes))))
+        text = ", ".join(f"{part} {word}" for part, word in alone)
+        found.append(Hint("alone", text, tuple(dict.fromkeys(axis for part in _guilty(alone) for axis in part.sizes))))
     suspect = _suspect(found, layout, alone)
     return [*found, Hint("suspect", suspect)] if suspect else found
+
+
+def _guilty(alone: Alone) -> list[Layout]:
+    return [part for part, word in alone if word in ("differs", "failed")]
 
 
 def _where(finding: Finding) -> str:
@@ -110,18 +119,18 @@ def _close(a: float, b: float) -> bool:
     return abs(a - b) <= CLOSE * abs(b)
 
 
-def _suspect(found: Sequence[Hint], layout: Layout, alone: Sequence[tuple[Layout, bool | None]]) -> str:
+def _suspect(found: Sequence[Hint], layout: Layout, alone: Alone) -> str:
     """The axis on which the hints agree, as text; empty where nothing points anywhere."""
     if len(layout.sizes) == 1 and not alone:
         return next(iter(layout.sizes))
-    guilty = [part for part, equal in alone if equal is False]
+    guilty = _guilty(alone)
     if guilty:
         plain = {tuple(part.sizes) for part in guilty if not part.ways}
         names = [
             str(part) if part.ways and tuple(part.sizes) not in plain else next(iter(part.sizes)) for part in guilty
         ]
         return " and ".join(dict.fromkeys(names))
-    if alone and all(equal for _, equal in alone):
+    if alone and all(word == "equal" for _, word in alone):
         ways = [way for way in layout.ways if WAYS[way].axis in layout.sizes]
         if len(layout.sizes) == 1:
             return f"{WAYS[ways[0]].meaning} on {next(iter(layout.sizes))}"

@@ -1,14 +1,16 @@
 """From the records of all ranks to whole tensors.
 
-Every rank kept its slabs; each says which rectangle of the full tensor it is.  Here the rectangles are laid into place.
-What lies on the same place must be the same: ranks that hold a part twice are replicas, and replicas never differ.  A
+Every rank keeps its slabs in one vector and says which rectangle of the full tensor each of them is.  A plan, made once,
+holds the place in the whole of every element of every rank's vector; then the whole is one assignment a rank.
+
+What lies on the same place must be the same: ranks that hold a part twice are replicas, and replicas do not differ.  A
 place where nothing lies stays NaN, which equals nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
@@ -35,7 +37,6 @@ class Seat:
 
     rank: int
     coords: dict[str, int]
-    sizes: dict[str, int]
     slabs: tuple[Slab, ...]
 
 
@@ -45,17 +46,6 @@ class Moment(NamedTuple):
     seat: Seat
     facts: dict[str, Fact]
     arrays: dict[str, np.ndarray]
-
-    def slabs_of(self, kind: str) -> Iterator[tuple[Slab, np.ndarray]]:
-        """Each parameter's slab of a kind, cut from the flat vector."""
-        vector, start = self.arrays[kind], 0
-        for slab in self.seat.slabs:
-            shape = slab_shape(slab.rectangle)
-            stop = start + int(np.prod(shape, dtype=np.int64))
-            yield slab, vector[start:stop].reshape(shape)
-            start = stop
-        if start != vector.size:
-            raise ValueError(f"rank {self.seat.rank} holds {vector.size} elements of kind {kind}, and slabs of {start}")
 
 
 def moments(records: Iterable[Record]) -> Iterator[Moment]:
@@ -67,7 +57,7 @@ def moments(records: Iterable[Record]) -> Iterator[Moment]:
                 Slab(name, tuple(shape), tuple(slice(*ends) for ends in rectangle), decays)
                 for name, shape, rectangle, decays in facts["parameters"]
             )
-            seats[facts["executor"]] = Seat(facts["rank"], facts["coords"], facts["sizes"], slabs)
+            seats[facts["executor"]] = Seat(facts["rank"], facts["coords"], slabs)
         yield Moment(seats[facts["executor"]], facts, arrays)
 
 
@@ -92,52 +82,121 @@ class Split(NamedTuple):
     error: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Whole:
     """All tensors of one kind at one step.
 
     Attributes:
         tensors: name -> full tensor.
-        holders: name -> each rank that holds a part.
-        gaps: name -> number of elements that no rank holds.
         splits: name -> where its replicas differ.
     """
 
-    tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    holders: dict[str, list[Holder]] = field(default_factory=dict)
-    gaps: dict[str, int] = field(default_factory=dict)
-    splits: dict[str, Split] = field(default_factory=dict)
+    plan: Plan
+    vectors: Sequence[np.ndarray]
+    tensors: dict[str, np.ndarray]
+    splits: dict[str, Split]
+
+    def holders(self, name: str) -> list[Holder]:
+        """Each rank that holds a part of a tensor."""
+        return self.plan.holders(name, self.vectors)
 
 
-def join(kind: str, ranks: Sequence[Moment]) -> Whole:
-    """Lay the slabs of all ranks into place.
+class Plan:
+    """Where each element of each rank's vector lies.
 
-    Raises:
-        ValueError: ranks disagree on the shape of a tensor, or a slab does not lie in it.
+    Args:
+        seats: of all ranks.
+
+    Attributes:
+        problems: name -> why a tensor cannot be laid together.
+        gaps: name -> number of elements that no rank holds.
     """
-    whole = Whole()
-    filled: dict[str, np.ndarray] = {}
-    differ: set[str] = set()
-    for moment in ranks:
-        for (name, shape, rectangle, _), slab in moment.slabs_of(kind):
-            if name not in whole.tensors:
-                whole.tensors[name] = np.full(shape, np.nan)
-                filled[name] = np.zeros(shape, bool)
-            full = whole.tensors[name]
-            if full.shape != shape:
-                raise ValueError(f"{name} is {full.shape} as a whole on one rank, {shape} on rank {moment.seat.rank}")
-            whole.holders.setdefault(name, []).append(Holder(moment.seat, rectangle, slab))
-            place = (..., *rectangle)  # a view also of a tensor without dims
-            known, there = filled[name][place], full[place]
-            if known.shape != slab.shape:
-                raise ValueError(f"rank {moment.seat.rank} holds a part of {name} that does not lie in {shape}")
-            if known.any() and not same_bits(there[known], slab[known]):
-                differ.add(name)
-            there[~known] = slab[~known]
-            known[...] = True
-    whole.splits = {name: _split(whole.holders[name]) for name in differ}
-    whole.gaps = {name: missing for name, seen in filled.items() if (missing := int((~seen).sum()))}
-    return whole
+
+    def __init__(self, seats: Sequence[Seat]) -> None:
+        self.seats = seats
+        self.problems: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for seat in seats:
+            for slab in seat.slabs:
+                self._check(seat, slab)
+        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self._shapes.values()]
+        stops = np.cumsum([0, *sizes])
+        self._ranges = {name: (int(a), int(b)) for name, a, b in zip(self._shapes, stops, stops[1:], strict=False)}
+        self._total = int(stops[-1])
+        self._places = [self._places_of(seat) for seat in seats]
+        filled = np.zeros(self._total + 1, bool)
+        for places in self._places:
+            filled[places] = True
+        missing = {name: int((~filled[start:stop]).sum()) for name, (start, stop) in self._ranges.items()}
+        self.gaps = {name: count for name, count in missing.items() if count and name not in self.problems}
+
+    def _check(self, seat: Seat, slab: Slab) -> None:
+        shape = self._shapes.setdefault(slab.name, slab.full_shape)
+        if shape != slab.full_shape:
+            self.problems[slab.name] = f"is {shape} as a whole on one rank, {slab.full_shape} on rank {seat.rank}"
+        elif len(shape) != len(slab.rectangle) or any(
+            not 0 <= part.start <= part.stop <= length for part, length in zip(slab.rectangle, shape, strict=True)
+        ):
+            self.problems[slab.name] = f"rank {seat.rank} holds a part of it that does not lie in {shape}"
+
+    def _places_of(self, seat: Seat) -> np.ndarray:
+        """Places of the elements of a rank's vector; behind the end for tensors with a problem."""
+        found = []
+        for name, shape, rectangle, _ in seat.slabs:
+            if name in self.problems:
+                found.append(np.full(int(np.prod(slab_shape(rectangle), dtype=np.int64)), self._total))
+            else:
+                start, stop = self._ranges[name]
+                found.append(np.arange(start, stop).reshape(shape)[(..., *rectangle)].reshape(-1))
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def size_of(self, rank: int) -> int:
+        """Number of elements of a rank's vector."""
+        return len(self._places[rank])
+
+    def join(self, vectors: Sequence[np.ndarray]) -> Whole:
+        """Lay the vectors of all ranks, of `size_of` elements each, into place."""
+        whole = np.full(self._total + 1, np.nan)
+        known = np.zeros(self._total + 1, bool)
+        known[-1] = True
+        odd: set[str] = set()
+        for places, vector in zip(self._places, vectors, strict=True):
+            again = known[places]
+            if again.any():
+                seen = places[again]
+                differs = whole[seen].view(np.int64) != np.asarray(vector, np.float64)[again].view(np.int64)
+                odd.update(self._names_at(seen[differs]))
+                fresh = ~again
+                whole[places[fresh]] = vector[fresh]
+            else:
+                whole[places] = vector
+            known[places] = True
+        tensors = {
+            name: whole[start:stop].reshape(self._shapes[name])
+            for name, (start, stop) in self._ranges.items()
+            if name not in self.problems
+        }
+        return Whole(self, vectors, tensors, {name: _split(self.holders(name, vectors)) for name in odd})
+
+    def _names_at(self, places: np.ndarray) -> list[str]:
+        if not len(places):
+            return []
+        names = [*self._ranges, ""]  # the last one for what lies behind the end
+        starts = [*(start for start, _ in self._ranges.values()), self._total]
+        return [names[i] for i in np.unique(np.searchsorted(starts, places, side="right") - 1) if names[i]]
+
+    def holders(self, name: str, vectors: Sequence[np.ndarray]) -> list[Holder]:
+        """Each rank that holds a part of a tensor."""
+        found = []
+        for seat, vector in zip(self.seats, vectors, strict=True):
+            start = 0
+            for slab in seat.slabs:
+                shape = slab_shape(slab.rectangle)
+                stop = start + int(np.prod(shape, dtype=np.int64))
+                if slab.name == name:
+                    found.append(Holder(seat, slab.rectangle, vector[start:stop].reshape(shape)))
+                start = stop
+        return found
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -17,6 +17,7 @@ from strict_array import crossings, ndarray
 from mpitrain import kernels
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.gradcheck import check
+from mpitrain.autograd.ops.attention import attend, attend_backward
 from mpitrain.backend import to_host
 from mpitrain.rng import Draw, keep_mask, uniform, words32
 
@@ -37,7 +38,7 @@ def strided(*shape: int) -> np.ndarray:
 
 
 IDS = np.array([[3, 0, 3], [-2, 3, 1]])
-MASK = RNG.random((2, 5)) > 0.3
+MASK, BY_HEAD = RNG.random((2, 5)) > 0.3, RNG.random((1, 2, 5, 5)) > 0.3
 TARGETS = np.array([[1, ops.IGNORE, 0], [6, 6, ops.IGNORE]])
 SINGLES = {"matrix": (3, 4), "0-d": (), "empty": (2, 0)}
 PAIRS = {"same": ((3, 4), (3, 4)), "broadcast": ((3, 1), (2, 1, 4)), "0-d": ((), ()), "empty": ((0, 3), (3,))}
@@ -166,6 +167,11 @@ CASES: dict[str, list[Case]] = {
         (lambda xp, x: ops.attention(x, 2, causal=False, mask=xp.asarray(MASK)), (normal(2, 5, 18),)),
         (lambda xp, x: ops.attention(x, 2, rows=rows(xp, 2, 2, 5), drop=0.3), (normal(2, 5, 18),)),
         (lambda xp, x: ops.attention(x, 1), (normal(2, 100, 6),)),
+        (lambda xp, x: ops.attention(x, 4, 2), (normal(2, 5, 24),)),
+        (
+            lambda xp, x: ops.attention(x, 2, 1, mask=xp.asarray(BY_HEAD), rows=rows(xp, 2, 2, 5), drop=0.3),
+            (normal(2, 5, 12),),
+        ),
     ],
     "softmax_cross_entropy": [
         (lambda xp, x: ops.softmax_cross_entropy(x, xp.asarray(TARGETS)), (normal(2, 3, 7),)),
@@ -234,6 +240,46 @@ def test_forward_does_not_wait_for_the_device_either(cupy):
         loss = ops.softmax_cross_entropy(logits[:, :3], ops.take(Tensor(ids), ids % 2).data[:, 0] % 4)
     assert not counted
     assert np.isfinite(loss.item())
+
+
+@pytest.mark.parametrize("keys", [7, 0])
+def test_attention_on_keys_from_elsewhere_and_back(cupy, keys):
+    """Other many keys than queries, with numbers of their own; also none."""
+    queries = [normal(2, 1, 2, 5, 3) for _ in range(3)]
+    theirs, numbers = [normal(2, 1, keys, 3) for _ in range(2)], 3 * np.arange(keys)
+    seen = RNG.random((1, 2, 5, keys)) > 0.3
+
+    def both_ways(xp):
+        grad, q, y = (xp.asarray(x) for x in queries)
+        k, v = (xp.asarray(x) for x in theirs)
+        into = [xp.empty_like(x) for x in (q, k, v)]
+        how = {"mask": xp.asarray(seen), "rows": rows(xp, 2, 2, 5), "drop": 0.3, "keys": xp.asarray(numbers)}
+        with crossings() as counted:
+            lse = attend(q, k, v, y, causal=False, **how)
+            attend_backward(grad, q, k, v, y, lse, *into, causal=False, **how)
+        assert not counted, counted
+        return [y, lse, *into]
+
+    for mine, expected in zip(both_ways(cupy), both_ways(np), strict=True):
+        np.testing.assert_allclose(mine.get(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [4, 0])
+def test_a_loss_of_which_other_ranks_hold_columns(cupy, columns):
+    logits, targets, whole = normal(5, columns), np.array([-1, ops.IGNORE, 3 if columns else -2, -1, -7]), normal(5)
+
+    def both_ways(xp):
+        x, t, lse, grad = (xp.asarray(a) for a in (logits, targets, whole, np.array(0.5)))
+        with crossings() as counted:
+            results = (
+                *kernels.cross_entropy(x, t, ops.IGNORE),
+                kernels.cross_entropy_backward(grad, x, t, lse, ops.IGNORE),
+            )
+        assert not counted, counted
+        return results
+
+    for mine, expected in zip(both_ways(cupy), both_ways(np), strict=True):
+        np.testing.assert_allclose(mine.get(), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("out", [False, True])

@@ -14,7 +14,13 @@ LESSONS = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))
 
 # The differences that an example prints, and their largest allowed values.  A relative difference of sums in float64
 # is some units of 1e-16; central differences with a step of 1e-6 are good to about 1e-9.
-LIMITS = {"central differences": 1e-6, "an adjoint": 1e-12, "a loss to the serial run": 1e-10, "a weight": 1e-10}
+LIMITS = {
+    "central differences": 1e-6,
+    "an adjoint": 1e-12,
+    "a loss to the serial run": 1e-10,
+    "a weight": 1e-10,
+    "a value or gradient": 1e-12,
+}
 
 
 def differences(printed: str) -> dict[str, float]:
@@ -39,6 +45,12 @@ def check(printed: str) -> None:
         ("02_collectives", 3),
         ("03_data_parallel", 1),
         ("03_data_parallel", 7),
+        ("04_tensor_parallel", 1),
+        ("04_tensor_parallel", 3),
+        ("05_sequence_parallel", 1),
+        ("05_sequence_parallel", 4),
+        ("06_context_parallel", 1),
+        ("06_context_parallel", 3),
     ],
 )
 def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Callable[..., str]) -> None:
@@ -47,7 +59,10 @@ def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Cal
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("lesson", ["02_collectives", "03_data_parallel"])
+@pytest.mark.parametrize(
+    "lesson",
+    ["02_collectives", "03_data_parallel", "04_tensor_parallel", "05_sequence_parallel", "06_context_parallel"],
+)
 def test_a_lesson_prints_the_same_on_processes_as_on_threads(lesson: str, run: Callable[..., str]) -> None:
     printed = run(f"mpirun -n 2 python {EXAMPLES}/{lesson}.py")
     check(printed)

@@ -52,6 +52,27 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "python examples/01_autograd.py": ("python examples/01_autograd.py", ""),
     "mpitrain local -n 4 examples/02_collectives.py": ("mpitrain local -n 2 examples/02_collectives.py", ""),
     "mpitrain local -n 4 examples/03_data_parallel.py": ("mpitrain local -n 3 examples/03_data_parallel.py", ""),
+    # docs/explanation/tensor-parallelism.md
+    "mpitrain local -n 4 examples/04_tensor_parallel.py": ("mpitrain local -n 2 examples/04_tensor_parallel.py", ""),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --tp 2": (
+        f"mpitrain local -n 4 examples/train_gpt.py --tp 2 --steps 2 {TINY}",
+        "",
+    ),
+    # docs/explanation/sequence-parallelism.md
+    "mpitrain local -n 4 examples/05_sequence_parallel.py": (
+        "mpitrain local -n 2 examples/05_sequence_parallel.py",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --tp 4 --sequence-parallel": (
+        f"mpitrain local -n 2 examples/train_gpt.py --tp 2 --sequence-parallel --steps 2 {TINY}",
+        "",
+    ),
+    # docs/explanation/context-parallelism.md
+    "mpitrain local -n 4 examples/06_context_parallel.py": ("mpitrain local -n 2 examples/06_context_parallel.py", ""),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --cp 4 --seq-len 512": (
+        f"mpitrain local -n 2 examples/train_gpt.py --cp 2 --steps 2 {TINY}",
+        "",
+    ),
     # docs/explanation/kernels.md
     "MPITRAIN_KERNELS=numpy ./run_mpi.sh -n 4 examples/train_gpt.py --steps 20": (
         f"MPITRAIN_KERNELS=numpy python examples/train_gpt.py --steps 2 {TINY}",

@@ -130,14 +130,14 @@ def torch_layer_norm(t, x, weight, bias, eps):
 
 
 def draw_attention(g):
-    x = g.value(lambda a: a.ndim == 3 and a.shape[2] >= 3 and a.shape[2] % 3 == 0 and a.shape[1] > 0)
+    x = g.value(lambda a: a.ndim == 3 and a.shape[2] >= 3 and a.shape[1] > 0 and groupings(a.shape[2]))
     if x is None or g.chance(0.5):
         b, s = g.choose((0, 1, 1, 2, 2, 3)), g.choose((1, 1, 2, 3, 4, 5, 7, 12))
-        heads, width = g.choose((1, 1, 2, 3)), g.choose((1, 2, 3, 4, 5, 8, 11))
-        x = g.leaf((b, s, 3 * heads * width))
+        kv_heads, group, width = g.choose((1, 1, 2, 3)), g.choose((1, 1, 2, 3)), g.choose((1, 2, 3, 4, 5, 8, 11))
+        x = g.leaf((b, s, kv_heads * (group + 2) * width))
     b, s, width = g.env[x].shape
-    heads = g.choose([h for h in range(1, 5) if width % (3 * h) == 0])
-    static = {"heads": heads, "causal": g.chance(0.5), "mask": None, "rows": None, "drop": 0.0}
+    heads, kv_heads = g.choose(groupings(width))
+    static = {"heads": heads, "kv_heads": kv_heads, "causal": g.chance(0.5), "mask": None, "rows": None, "drop": 0.0}
     if g.chance(0.5):
         shape = g.choose(((b, s), (b, s, s), (b, 1, s, s), (b, heads, s, s), (1, 1, 1, s), (1, heads, s, 1)))
         static["mask"] = g.mask(shape)
@@ -145,6 +145,12 @@ def draw_attention(g):
         static["rows"] = g.words((b, heads, s))
         static["drop"] = g.choose((0.1, 0.5, 0.9, 0.0))
     return [x], static
+
+
+def groupings(width):
+    """(heads, kv_heads) of which a packed array of this width may be."""
+    pairs = [(kv * group, kv) for kv in range(1, 5) for group in range(1, 4)]
+    return [(heads, kv) for heads, kv in pairs if width % (heads + 2 * kv) == 0]
 
 
 def allowed(shape, heads, causal, mask, rows, drop):
@@ -161,15 +167,16 @@ def allowed(shape, heads, causal, mask, rows, drop):
     return see, factor
 
 
-def attention(qkv, heads, causal, mask, rows, drop):
+def attention(qkv, heads, kv_heads, causal, mask, rows, drop):
     """Head by head, query by query."""
     b, s, width = qkv.shape
-    d = width // (3 * heads)
+    d, group = width // (heads + 2 * kv_heads), heads // kv_heads
     see, factor = allowed(qkv.shape, heads, causal, mask, rows, drop)
     y = np.zeros((b, s, heads * d))
     for i in range(b):
         for h in range(heads):
-            q, k, v = (qkv[i, :, (3 * h + part) * d : (3 * h + part + 1) * d] for part in range(3))
+            first = h // group * (group + 2)
+            q, k, v = (qkv[i, :, p * d : (p + 1) * d] for p in (first + h % group, first + group, first + group + 1))
             scores = np.where(see[i, h], q @ k.T / math.sqrt(d), -np.inf)
             highest = scores.max(1, keepdims=True)
             p = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
@@ -178,13 +185,16 @@ def attention(qkv, heads, causal, mask, rows, drop):
     return y
 
 
-def torch_attention(t, qkv, heads, causal, mask, rows, drop):
+def torch_attention(t, qkv, heads, kv_heads, causal, mask, rows, drop):
     b, s, width = qkv.shape
+    d, group = width // (heads + 2 * kv_heads), heads // kv_heads
     see, factor = (t.from_numpy(np.array(a)) for a in allowed(qkv.shape, heads, causal, mask, rows, drop))
-    q, k, v = qkv.reshape(b, s, heads, 3, width // (3 * heads)).permute(3, 0, 2, 1, 4)
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~see, -1e30)
+    parts = qkv.reshape(b, s, kv_heads, group + 2, d).permute(0, 2, 3, 1, 4)
+    q = parts[:, :, :group].reshape(b, heads, s, d)
+    k, v = (parts[:, :, i].repeat_interleave(group, 1) for i in (group, group + 1))
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(~see, -1e30)
     p = t.softmax(scores, -1) * see * factor
-    return (p @ v).transpose(1, 2).reshape(b, s, width // 3)
+    return (p @ v).transpose(1, 2).reshape(b, s, heads * d)
 
 
 def draw_cross_entropy(g):
@@ -248,6 +258,10 @@ def norm_blur(x, weight):
 
 TOTAL = "ops.residual({0}, {1}, {2}, rows={rows}, p={p})"
 GELU_BLUR = "sum([{all}]) * shake({0})"
+PACKED = "*{0}.shape[:2], {kv_heads}, {heads} // {kv_heads} + 2, {0}.shape[2] // ({heads} + 2 * {kv_heads})"
+EACH_HEAD = "(x[..., :-2, :] + x[..., -2:-1, :] + x[..., -1:, :]).reshape(*x.shape[:2], {heads} * x.shape[4])"
+ATTENTION_BLUR = f"(lambda y: y * shake(y))((lambda x: {EACH_HEAD})(({{0}} * (1 + {{0}})).reshape({PACKED})))"
+"""By a term of each query, its key and its value."""
 
 WORDS = [
     Op("linear", draw_linear, ("ops.linear({all})",), linear,
@@ -255,8 +269,8 @@ WORDS = [
     Op("layer_norm", draw_layer_norm, ("ops.layer_norm({0}, {1}, {2}, {eps})",), layer_norm, torch_layer_norm,
        dtype=first_dtype, weight=1.5, blur=norm_blur("{0}", "{1}")),
     Op("attention", draw_attention,
-       ("ops.attention({0}, {heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop})",), attention,
-       torch_attention, blur="sum(ops.split({0} * (1 + {0}), 3, 2)) * shake(ops.split({0}, 3, 2)[0])", weight=1.5),
+       ("ops.attention({0}, {heads}, {kv_heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop})",), attention,
+       torch_attention, blur=ATTENTION_BLUR, weight=1.5),
     Op("softmax_cross_entropy", draw_cross_entropy, ("ops.softmax_cross_entropy({0}, {targets}, {ignore})",),
        cross_entropy, torch_cross_entropy, dtype=at_least_single, blur="({0} * shake({0})).sum()"),
     Op("dropout", draw_dropout, ("ops.dropout({0}, {rows}, {p})",), lambda x, rows, p: x * keep(x, rows, p),

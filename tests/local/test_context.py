@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import tracemalloc
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ import checks_context as checks
 from delay import delayed
 
 from mpitrain import kernels
+from mpitrain.autograd import Tape
 from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
+from mpitrain.data.tokens import Batch
 from mpitrain.events import Event, listen
+from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.parallel.context import layout
 from mpitrain.parallel.context.ring import merge
 
@@ -257,6 +262,55 @@ def test_the_ring_hides_its_messages_behind_the_blocks(monkeypatch: pytest.Monke
     print(f"two rings wait {1000 * rsa:.0f} ms, the ring {1000 * ring:.0f} ms")
     assert rsa >= 12 * DELAY
     assert ring <= 0.3 * rsa
+
+
+# -- memory
+
+
+def one_step(kind: str) -> tuple[int, int]:
+    """Forward and backward of a GPT whose sequences are cut over all ranks.
+
+    Returns:
+        Bytes that this rank's tape kept, and how many all ranks together took besides their models at the most.
+    """
+    ranks = world()
+    mesh = Mesh(ranks, cp=ranks.size)
+    model = GPT(GPTConfig(vocab=32, layers=6, width=32, heads=4, seq_len=512), mesh, cp_attention=kind)
+    here = np.arange(512) if model.positions_here is None else model.positions_here
+    ids = np.arange(513) * 7919 % 31
+    batch = Batch(ids[None, here], ids[None, here + 1], np.zeros(1, np.int64), here, 0)
+    model.start_step()
+    ranks.barrier()  # all models are there
+    before = tracemalloc.get_traced_memory()[0]
+    ranks.barrier()
+    with Tape() as tape:
+        loss = model(batch)
+    kept = tape.nbytes
+    ranks.barrier()  # all tapes are there
+    tape.run_backward([(loss, np.ones((), np.float32))])
+    ranks.barrier()
+    return kept, tracemalloc.get_traced_memory()[1] - before
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_each_rank_holds_its_share_of_the_activations(kind: str) -> None:
+    """What all ranks take together at the most is what one rank takes alone, so each has 1/c of it."""
+
+    def step(ranks: int) -> tuple[list[int], int]:
+        tracemalloc.start()
+        try:
+            kept, peaks = zip(*LocalWorld(ranks).run(one_step, kind), strict=True)
+        finally:
+            tracemalloc.stop()
+        return list(kept), peaks[0]
+
+    [kept_alone], alone = step(1)
+    for ranks in (2, 4):
+        kept, peak = step(ranks)
+        print(f"{kind}: {alone:,} bytes on one rank, {peak // ranks:,} on each of {ranks}")
+        assert len(set(kept)) == 1
+        assert kept[0] * ranks <= 1.1 * kept_alone
+        assert peak <= 1.2 * alone
 
 
 def test_the_tape_says_what_it_is() -> None:

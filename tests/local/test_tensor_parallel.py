@@ -14,7 +14,7 @@ import layers_on_tp as layers
 from layers_on_tp import BATCH, LENGTH, WIDTH, Message, assert_same, evaluate
 
 from mpitrain import collectives
-from mpitrain.autograd import Tensor, ops
+from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -178,6 +178,19 @@ def test_only_a_shared_matrix_of_keys_is_summed_over_the_ranks():
         return {n: layer.kv_weight.spec.state("tp") for n, layer in columns.items()}
 
     assert LocalWorld(4).run(main)[0] == {2: REPLICATE, 4: Shard(1), 8: Shard(1)}
+
+
+def test_a_pick_counts_dims_and_bounds_as_other_ops_do():
+    x = Tensor(np.arange(24.0).reshape(2, 3, 4), requires_grad=True)
+    with Tape() as tape:
+        y = collectives.pick(x, world(), -1, 1, 3)
+    assert (y.data == x.data[..., 1:3]).all()
+    grad = tape.run_backward([(y, np.ones(y.shape))])[x]
+    assert (grad == np.array([0.0, 1.0, 1.0, 0.0])).all()
+    with pytest.raises(ShapeError, match=r"pick: 1:5 is not within dim 2 of shape \(2, 3, 4\)"):
+        collectives.pick(x, world(), -1, 1, 5)
+    with pytest.raises(ShapeError, match=r"pick: an array of shape \(2, 3, 4\) has no dim 3"):
+        collectives.pick(x, world(), 3, 0, 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- norm

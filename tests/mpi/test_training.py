@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
 import checks_data_parallel
+import checks_layouts
 from mpi_launch import ROOT, environment
 
 pytestmark = pytest.mark.mpi
@@ -31,6 +32,11 @@ def test_data_parallel(checks: Callable[[str, str, int], None], name: str, ranks
     checks("checks_data_parallel", name, ranks)
 
 
+@pytest.mark.parametrize("name", [check.__name__ for check in checks_layouts.CHECKS])
+def test_layouts(checks: Callable[[str, str, int], None], name: str) -> None:
+    checks("checks_layouts", name, 4)
+
+
 def outcome(run: Path) -> tuple[list[dict[str, object]], dict[str, str], str]:
     """Metrics without times, digests of the checkpoint's files, the sample."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -42,7 +48,16 @@ def outcome(run: Path) -> tuple[list[dict[str, object]], dict[str, str], str]:
     return records, digests, (run / "sample.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("more", [[], ["--reducer", "bucketed", "--bucket-mib", "0.02", "--microbatches", "2"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--reducer", "bucketed", "--bucket-mib", "0.02", "--microbatches", "2"],
+        ["--tp", "2", "--sequence-parallel"],
+        ["--tp", "2", "--cp", "2"],
+    ],
+    ids=lambda more: " ".join(more),
+)
 def test_threads_and_mpi_ranks_compute_the_same_bits(mpirun, tmp_path, more):
     flags = [*FLAGS, *more]
     mpirun(4, sys.executable, SCRIPT, *flags, "--run", str(tmp_path / "mpi"), timeout=120).check()

@@ -1,7 +1,8 @@
 """Attention by its formula, with the whole matrix of probabilities and in the next higher precision.
 
-How far off a kernel may be is told in eps, as in `test_kernel_accuracy`.  A score is a product of d terms, so it is off by about sqrt(d)/2 eps
-of the sizes of the two vectors, and its exponential by as much, relatively; what follows are sums over keys or queries.
+How far off a kernel may be is told in eps, as in `test_kernel_accuracy`.  A score is a product of d terms, so it is off
+by about sqrt(d)/2 eps of the sizes of the two vectors, and its exponential by as much, relatively; what follows are
+sums over keys or queries.
 """
 
 import math

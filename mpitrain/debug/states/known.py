@@ -55,9 +55,15 @@ class Known:
         states = self.states.get(axis, ())
         return bool(states) and all(state in (INVARIANT, PARTIAL) for state in states)
 
+    def shape(self, shape: tuple[int, ...]) -> str:
+        """A shape as all ranks print it: without the lengths of dims that are cut, which may be uneven."""
+        cut = {state.dim for states in self.states.values() for state in states}
+        lengths = ["_" if dim in cut else str(length) for dim, length in enumerate(shape)]
+        return f"({', '.join(lengths)}{',' * (len(shape) == 1)})"
+
     def on(self, axis: str) -> str:
         """The state on an axis as text."""
-        return " or ".join(map(str, self.states[axis])) if axis in self.states else "const"
+        return " or ".join(map(str, self.states[axis])) if axis in self.states else "constant"
 
 
 def of_parameter(p: Parameter, axes: Iterable[str]) -> Known:

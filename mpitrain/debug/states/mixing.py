@@ -17,6 +17,7 @@ from typing import Any
 
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import to_host
 from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard, State
 
 States = Sequence[State | None]
@@ -82,7 +83,7 @@ class Call:
             if x.requires_grad:
                 return False
             x = x.data
-        return not x.any() if hasattr(x, "shape") else x == 0
+        return not to_host(x).any() if hasattr(x, "shape") else bool(x == 0)
 
     def parameter(self, i: int) -> str:
         """The name of an input that is a Parameter, else ''."""
@@ -113,9 +114,9 @@ def mix(call: Call, values: Iterable[tuple[int, State | None]]) -> State | None:
         known = [(i, state) for i, state in known if not (_is_whole(state) and call.is_integer(i))]
     shards = [(i, state) for i, state in known if state.dim is not None]
     invariant = next((i for i, state in known if state == INVARIANT), None)
-    other = next((state for _, state in known if state != INVARIANT), None)
+    other = next((i for i, state in known if state != INVARIANT), None)
     if invariant is not None and other is not None:
-        raise _no_copy(call, invariant, other)
+        raise _no_copy(call, invariant, other, dict(known)[other])
     for i, state in shards:
         if state != shards[0][1]:
             what = f"{call.title} of a {shards[0][1]} and a {state} value"
@@ -129,17 +130,22 @@ def _is_whole(state: State) -> bool:
     return state in (INVARIANT, REPLICATE)
 
 
-def _no_copy(call: Call, i: int, other: State) -> Mismatch:
-    """An Invariant value where ranks do different things: the gradients differ, and nobody adds them up."""
+def _no_copy(call: Call, i: int, j: int, other: State) -> Mismatch:
+    """Input i is Invariant where ranks do different things with it: the gradients differ, and nobody adds them up."""
     what = f"{call.title} of an Invariant and a {other} value"
-    name = call.parameter(i)
-    if name:
-        return Mismatch(what, f"the spec of {name} must say Replicate on {{axis}}, or a copy of it is missing", i)
-    if other == REPLICATE:
-        return Mismatch(what, "a copy of the Invariant one is missing, or the other should be Invariant too", i)
+    if call.parameter(i):
+        way = f"the spec of {call.parameter(i)} must say Replicate on {{axis}}, or a copy of it is missing"
+        return Mismatch(what, way, i)
+    way = "a gather of the other"
     if other == PARTIAL:
-        return Mismatch(what, "a copy of the Invariant one is missing, or an all_reduce of the other", i)
-    return Mismatch(what, "a copy of the Invariant one is missing, or a gather of the other", i)
+        way = "an all_reduce of the other"
+    if other == REPLICATE:
+        way = (
+            f"the spec of {call.parameter(j)} should say Invariant too"
+            if call.parameter(j)
+            else "the other should be, too"
+        )
+    return Mismatch(what, f"a copy of the Invariant one is missing, or {way}", i)
 
 
 def _summands(call: Call, given: Sequence[tuple[int, State | None]]) -> State:
@@ -168,7 +174,7 @@ def _summands(call: Call, given: Sequence[tuple[int, State | None]]) -> State:
         elif state is not None and state.dim is not None:
             raise Mismatch(what, "an all_reduce or reduce_scatter of the Partial one is missing", partial[0])
         elif state == INVARIANT and not call.is_integer(i):
-            raise _no_copy(call, i, PARTIAL)
+            raise _no_copy(call, i, partial[0], PARTIAL)
     return PARTIAL
 
 

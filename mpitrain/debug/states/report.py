@@ -28,7 +28,9 @@ def mismatch_error(
     origin = culprit.origins.get(axis) if culprit is not None else None
     source = "" if origin is None else f" (from {origin})"
     values = [
-        f"{'constant' if x is None else x.on(axis)} {call.shape(i)}" for i, x in enumerate(known) if call.is_given(i)
+        f"constant {call.shape(i)}" if x is None else f"{x.on(axis)} {x.shape(call.shape(i))}"
+        for i, x in enumerate(known)
+        if call.is_given(i)
     ]
     within = f"in {place.path}: " if place.path else ""
     return StateError(

@@ -183,7 +183,7 @@ def reshape(call: Call, states: States) -> Outcome:
     fits = [dim for dim in range(len(new)) if math.prod(new[:dim]) == outer]
     if not fits:
         way = "its slices would not be slices of the result: an all_gather is missing before it, or a transpose"
-        raise Mismatch(f"{call.title} of {old} to {new} of a {state} value", way)
+        raise Mismatch(f"{call.title} of a {state} value to {len(new)} dims", way)
     return tuple(Shard(dim) for dim in fits)
 
 

@@ -1,0 +1,198 @@
+"""The blocks of a transformer, built from parallel layers: attention and MLP, each behind a norm and beside a residual.
+
+    x = x + drop(proj(attention(qkv(norm1(x)))))
+    x = x + drop(down(gelu(up(norm2(x)))))
+
+The messages of a block stand in its layers: one into and one out of each branch over tp, and those of attention over
+cp.  Source: Radford et al. 2019, section 2.3 (pre-LayerNorm); Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpitrain.autograd import ops
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array, array_module
+from mpitrain.comm.mesh import Mesh
+from mpitrain.errors import ShapeError
+from mpitrain.nn import init as initial
+from mpitrain.nn.layers import Gelu, LayerNorm, Residual
+from mpitrain.nn.module import Module
+from mpitrain.parallel import context
+from mpitrain.parallel.grouped import GroupedColumns
+from mpitrain.parallel.sequence import between
+from mpitrain.parallel.tensor import ColumnLinear, RowLinear
+from mpitrain.rng import Draw
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The numbers that make a GPT.
+
+    width must be divisible by heads, heads by kv_heads (heads of keys and values, shared by groups of queries; None: as
+    many as heads); seq_len is the longest sequence that the positions know.
+    """
+
+    vocab: int = 256
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    seq_len: int = 64
+    dropout: float = 0.0
+    tied: bool = False
+    gelu: str = "tanh"
+    kv_heads: int | None = None
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def _qkv_width(self) -> int:
+        return self.width + 2 * self.groups * (self.width // self.heads)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, counted once."""
+        layer = (self.width + 1) * self._qkv_width + 9 * self.width**2 + 10 * self.width
+        head = 0 if self.tied else self.vocab * self.width
+        return self.vocab * self.width + head + self.seq_len * self.width + self.layers * layer + 2 * self.width
+
+    @property
+    def flops_per_token(self) -> int:
+        """Flops of the matrix products, forward and backward: 6 a weight, and 12 s h for attention."""
+        weights = self.layers * self.width * (self._qkv_width + 9 * self.width) + self.vocab * self.width
+        return 6 * weights + 12 * self.layers * self.seq_len * self.width
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a model is laid out on a mesh, besides the sizes of its axes.
+
+    Attributes:
+        mesh: the ranks.
+        sequence_parallel: whether the stream between tensor-parallel regions is cut along the sequence.
+        cp_attention: ring, ulysses or rsa: how attention reaches the keys of other ranks.
+    """
+
+    mesh: Mesh
+    sequence_parallel: bool
+    cp_attention: str
+
+
+class Pass(NamedTuple):
+    """What a forward pass carries besides the stream.
+
+    Attributes:
+        draw: of the tokens of this rank, for dropout of attention; None: no dropout.
+        stream: of the tokens of this rank's slice of the stream.
+        positions: int64 (s,) global positions of the tokens, those that this rank holds of each sequence; None: whole
+            sequences are here, whatever the mesh.
+        documents: (b, whole sequence) as in `Batch`.
+    """
+
+    draw: Draw | None = None
+    stream: Draw | None = None
+    positions: Array | None = None
+    documents: Array | None = None
+
+
+class Attention(Module):
+    """Causal self-attention, heads cut over the tp axis, tokens over cp.
+
+    x (b, s, width) Invariant -> (b, s, width) Invariant on tp (with sequence parallelism both (b, s/t, width), Shard(1)),
+    without the last bias, which the block adds.  The columns of the fused projection lie as (head, q|k|v, dim), so that a
+    cut into equal column blocks gives each rank whole heads.
+    """
+
+    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
+        super().__init__(name)
+        tp, width = cuts.mesh.tp, config.width
+        if config.heads % tp.size:
+            raise ShapeError(f"{name}: {config.heads} heads are not divisible by axis tp of size {tp.size}.")
+        self.cp = cuts.mesh.cp
+        self.kind = cuts.cp_attention
+        self.heads = config.heads // tp.size
+        self.kv_heads = max(1, config.groups // tp.size)
+        self.first_head = tp.rank * self.heads
+        self.dropout = config.dropout
+        self.qkv: ColumnLinear | GroupedColumns
+        if config.groups == config.heads:
+            self.qkv = ColumnLinear(f"{name}.qkv", width, 3 * width, tp, sequence_parallel=cuts.sequence_parallel)
+        else:
+            self.qkv = GroupedColumns(
+                name, width, config.heads, config.groups, tp, sequence_parallel=cuts.sequence_parallel
+            )
+        self.proj = RowLinear(
+            f"{name}.proj",
+            width,
+            width,
+            tp,
+            init=initial.residual(config.layers),
+            sequence_parallel=cuts.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor, this: Pass) -> Tensor:
+        qkv = self.qkv(x)
+        if this.positions is None:  # whole sequences are here
+            y = ops.attention(qkv, self.heads, self.kv_heads)
+        else:
+            rows = self._rows(this.draw)
+            drop = 0.0 if rows is None else self.dropout
+            y = context.attention(
+                qkv, self.heads, self.kv_heads, self.cp, self.kind, documents=this.documents, rows=rows, drop=drop
+            )
+        return self.proj(y, add_bias=False)
+
+    def _rows(self, draw: Draw | None) -> Array | None:
+        """The random streams of the attention weights' dropout, by global head."""
+        if draw is None or not self.dropout:
+            return None
+        heads = array_module(draw.places).arange(self.first_head, self.first_head + self.heads)
+        return context.attention_rows(draw, f"{self.name}.weights", heads, self.cp, self.kind)
+
+
+class Mlp(Module):
+    """Two layers with a GELU between, the hidden units cut over the tp axis.
+
+    (b, s, width) -> (b, s, width), without the last bias, which the block adds.
+    """
+
+    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
+        super().__init__(name)
+        width, tp = config.width, cuts.mesh.tp
+        self.up = ColumnLinear(f"{name}.up", width, 4 * width, tp, sequence_parallel=cuts.sequence_parallel)
+        self.gelu = Gelu(config.gelu)
+        self.down = RowLinear(
+            f"{name}.down",
+            4 * width,
+            width,
+            tp,
+            init=initial.residual(config.layers),
+            sequence_parallel=cuts.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gelu(self.up(x, add_bias=False), self.up.bias), add_bias=False)
+
+
+class Block(Module):
+    """One layer of the model: attention, then MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
+        super().__init__(name)
+        spec = between(cuts.sequence_parallel)
+        self.norm1 = LayerNorm(f"{name}.norm1", config.width, spec=spec)
+        self.attention = Attention(f"{name}.attention", config, cuts)
+        self.drop1 = Residual(f"{name}.drop1", config.dropout)
+        self.norm2 = LayerNorm(f"{name}.norm2", config.width, spec=spec)
+        self.mlp = Mlp(f"{name}.mlp", config, cuts)
+        self.drop2 = Residual(f"{name}.drop2", config.dropout)
+
+    def forward(self, x: Tensor, this: Pass) -> Tensor:
+        branch = self.attention(self.norm1(x), this)
+        x, normed = self.drop1.then(self.norm2, x, branch, self.attention.proj.bias, this.stream)
+        return self.drop2(x, self.mlp(normed), self.mlp.down.bias, this.stream)

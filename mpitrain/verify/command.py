@@ -1,0 +1,198 @@
+"""The command line of `mpitrain verify`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpitrain.comm.launcher import announced
+from mpitrain.doctor.machine import cores_allowed
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
+from mpitrain.verify import report
+from mpitrain.verify.launch import mpirun
+from mpitrain.verify.layouts import MOST_RANKS, Layout, all_layouts, parse, vocabulary
+from mpitrain.verify.proof import FRESH, Outcome, Proof
+
+EQUAL, DIFFERS, USER_ERROR = 0, 1, 2  # exit codes
+
+TITLE = """usage: mpitrain verify --layout WORDS [--layout ...] [options] [SCRIPT [args]]
+       mpitrain verify --all RANKS [options] [SCRIPT [args]]
+       mpitrain verify --sweep COUNT [--seed S]
+
+Proves that a layout is the same training run as one rank: runs SCRIPT on one rank and in each layout, in float64 and
+deterministic mode, and compares the loss, every gradient, weight and optimizer state of each step.  Without SCRIPT the
+trainer of mpitrain with a tiny GPT; more of its options after "--".
+
+"""
+
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option("all", int, None, "every factorisation of so many ranks", Interval(1, MOST_RANKS), metavar="RANKS"),
+        Option("transport", str, "local", "what moves the messages", choices=("local", "mpi"), metavar="NAME"),
+        Option("first", int, 4, "compare so many steps, then end the script", Interval(1, 10**6), metavar="STEPS"),
+        Option("at_once", int, None, "runs at the same time", Interval(1, 256), metavar="N", unset="default: the cores"),
+        Option("timeout", float, 300.0, "time limit of each run", Interval(1, 10**6), metavar="SECONDS"),
+        Option("sweep", int, None, "random cases of the trainer", Interval(1, 10**7), metavar="COUNT"),
+        Option("seed", int, 0, "of the sweep's first case; each next one counts it up", Interval(0, 2**62), metavar="S"),
+        Option("json", str, None, "write all that was found", metavar="FILE", unset="default: none"),
+        Option("verbose", bool, False, "print what the scripts print, and every row", off="--no-verbose"),
+    )
+}
+
+TRAINER = str(Path(__file__).with_name("trainer.py"))
+BUILT_IN = "--model gpt-tiny --steps 100 --batch 16 --microbatches 2 --dropout 0.1 --lr 2e-3 --clip 0.1".split()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `mpitrain verify`.
+
+    Args:
+        argv: words behind `verify`.
+
+    Returns:
+        0 if every layout is equal to one rank, 1 if one differs or fails, 2 if one was refused that was asked for by
+        name, or if nothing could be compared.
+
+    Raises:
+        UserError: the command line, or the script on one rank, is wrong.
+    """
+    words = list(argv)
+    if words[:1] in (["--help"], ["-h"]):
+        print(help_text(TITLE + vocabulary(), OPTIONS, {"all": "Options"}))
+        return EQUAL
+    given, layouts, script = _read(words)
+    found = announced(os.environ)
+    if found is not None and found[1] > 1:
+        raise LaunchError(f"mpitrain verify starts its ranks itself: run it without mpirun ({found[0]}={found[1]}).")
+    if given["json"] is not None:
+        report.check_writable(str(given["json"]))
+    if given["sweep"] is not None:
+        from mpitrain.verify.sweep import main as sweep  # it needs all that training needs
+
+        if layouts or script or given["all"] is not None or given["transport"] != "local":
+            raise ConfigError("--sweep makes its own models and layouts: give no layout, script or --transport with it.")
+        return sweep(int(given["sweep"]), int(given["seed"] or 0), None if given["json"] is None else str(given["json"]))
+    named = dict.fromkeys(layouts)
+    every = list(all_layouts(int(given["all"]))) if given["all"] is not None else []
+    if not named and not every:
+        raise ConfigError("mpitrain verify: give a --layout (dp2,tp2), --all RANKS or --sweep COUNT; --help says more.")
+    if given["transport"] == "mpi":
+        mpirun()
+    with _ending_cleanly(), tempfile.TemporaryDirectory(prefix="mpitrain-verify-") as folder:
+        command = _command(script, Path(folder))
+        proof = Proof(
+            command,
+            Path(folder),
+            int(given["first"] or 0),
+            str(given["transport"]),
+            int(given["at_once"] or cores_allowed()[0]),
+            float(given["timeout"] or 0),
+            bool(given["verbose"]),
+        )
+        return _prove(proof, list(dict.fromkeys([*named, *every])), named, given)
+
+
+@contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the block, as Ctrl-C does, so that no run is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = [(number, signal.signal(number, end)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _read(words: list[str]) -> tuple[dict[str, Value], list[Layout], list[str]]:
+    """Options, layouts, and the script with its arguments (or "--" with those of the trainer)."""
+    known = {option.flag: option for option in OPTIONS.values()}
+    flags: list[str] = []
+    layouts: list[Layout] = []
+    place = 0
+    while place < len(words) and words[place].startswith("--") and words[place] != "--":
+        flag, equals, value = words[place].partition("=")
+        place += 1
+        takes_value = flag == "--layout" or (flag in known and known[flag].kind is not bool)
+        if takes_value and not equals:
+            value = words[place] if place < len(words) else ""
+            place += 1
+        if flag != "--layout":
+            flags += [flag, value] if takes_value else [words[place - 1]]
+        elif not value or value.startswith("--"):
+            raise ConfigError(f"--layout: its value is missing.\n{vocabulary()}")
+        else:
+            layouts.append(parse(value))
+    given = read_flags([word for word in flags if word], OPTIONS.values())
+    return {name: given.get(name, option.default) for name, option in OPTIONS.items()}, layouts, words[place:]
+
+
+def _command(script: list[str], folder: Path) -> list[str]:
+    """The script to run; the trainer, with a small text and folders of its own, where none is given."""
+    if script and script[0] != "--":
+        if not os.path.isfile(script[0]):
+            raise ConfigError(f"{show(script[0])}: there is no such script (looked from {os.getcwd()}).")
+        return script
+    more = script[1:]
+    heads = [] if "--model" in more else ["--heads", "8"]  # so that they divide over 8 ranks
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}, and {n} plus {n} is {2 * n}.\n" for n in range(2000)))
+    return [TRAINER, *BUILT_IN, *heads, "--data", str(text), "--run", FRESH, *more]
+
+
+def _prove(proof: Proof, layouts: Sequence[Layout], named: dict[Layout, None], given: dict[str, Value]) -> int:
+    """Run, print as it goes, and write the JSON."""
+    records = proof.one_rank()
+    print(report.one_rank_line(records), flush=True)
+    width = max(len(str(layout)) for layout in layouts)
+    rows = None if given["verbose"] else report.ROWS
+    outcomes: list[Outcome] = []
+    for outcome in proof.outcomes(layouts):
+        outcomes.append(outcome)
+        text = report.line(str(outcome.layout), outcome.word, report.detail(outcome), outcome.seconds, width)
+        print(text, flush=True)
+    for outcome in outcomes:
+        if outcome.word == "failed":
+            print(f"\n{outcome.layout} {outcome.message}")
+        if outcome.word in ("differs", "failed"):
+            proof.explain(outcome)
+            if outcome.hints:
+                print("\n" + report.explanation(str(outcome.layout), outcome.hints))
+        if outcome.verdict is not None and outcome.verdict.steps:
+            if outcome.word == "differs" or len(outcomes) == 1 or given["verbose"]:
+                print("\n" + report.table(outcome.verdict, rows))
+        if outcome.word == "refused" and outcome.layout in named:
+            print(f"\n{outcome.layout} was refused by the script:\n{outcome.message}")
+    code = _exit_code(outcomes, named)
+    if len(outcomes) > 1:
+        print("\n" + _summary(outcomes))
+    if given["json"] is not None:
+        report.write(str(given["json"]), report.as_json(proof.command, records, outcomes, code))
+    return code
+
+
+def _exit_code(outcomes: Sequence[Outcome], named: dict[Layout, None]) -> int:
+    if any(outcome.word in ("differs", "failed") for outcome in outcomes):
+        return DIFFERS
+    refused = any(outcome.word == "refused" and outcome.layout in named for outcome in outcomes)
+    return USER_ERROR if refused or not any(outcome.word == "equal" for outcome in outcomes) else EQUAL
+
+
+def _summary(outcomes: Sequence[Outcome]) -> str:
+    counts = {word: sum(outcome.word == word for outcome in outcomes) for word in ("equal", "refused", "differs", "failed")}
+    said = [f"{count} {word}" for word, count in counts.items() if count]
+    text = f"{len(outcomes)} layouts: {', '.join(said)}"
+    return text if counts["equal"] else text + ".  Nothing was proven."

@@ -1,0 +1,238 @@
+"""Random cases: a model, a layout and options that nobody has thought of together, each proven against its own one rank.
+
+Case S is a pure function of the seed S, so `--sweep 1 --seed S` is that case alone.  Sizes are small and odd: a
+vocabulary that does not divide, heads of three, one layer, more ranks than tokens of the vocabulary.  Every case is one
+that the trainer must accept, so a refusal is a failure too.
+
+Everything runs in this process, with the parts that the trainer is made of; a case takes some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpitrain.assemble import build_executor, build_model, build_optimizer
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import world
+from mpitrain.config import Config, check_layout
+from mpitrain.data.corpus import Corpus
+from mpitrain.data.tokens import Tokens
+from mpitrain.debug.capture import Record
+from mpitrain.verify import report
+from mpitrain.verify.here import record_on
+from mpitrain.verify.judge import Verdict, judge
+from mpitrain.verify.layouts import WAYS, Layout, all_layouts
+from mpitrain.verify.suspect import Hint, hints
+
+STEPS = 2  # the second sees what the first has left
+MOST_RANKS = 8
+EVERY = 5.0  # seconds between two lines of progress
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination.
+
+    Attributes:
+        seed: makes it.
+        layout: of its ranks.
+        vocab: tokens of the text.
+        options: settings of the trainer, besides those of the layout.
+    """
+
+    seed: int
+    layout: Layout
+    vocab: int
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        flags = " ".join(
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}")
+            for name, value in self.options.items()
+            if value is not None and value is not False
+        )
+        return f"{self.layout}, vocabulary {self.vocab}, {flags}"
+
+    def config(self, layout: Layout) -> Config:
+        """The trainer's settings in a layout."""
+        sizes = {axis: layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp")}
+        kind = next((way for way in layout.ways if WAYS[way].group == "attention"), "ring")
+        return Config(**self.options, **sizes, cp_attention=kind, sequence_parallel="sp" in layout.ways, steps=STEPS)
+
+
+def case_of(seed: int) -> Case:
+    """The case that a seed stands for."""
+    draw = np.random.default_rng([seed, 4])
+
+    def one_of(*values: Any) -> Any:
+        return values[int(draw.integers(len(values)))]
+
+    layout = one_of(*_layouts(one_of(*range(1, MOST_RANKS + 1))))
+    dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
+    cut_heads = tp * (cp if "ulysses" in layout.ways else 1)
+    heads = cut_heads * one_of(1, 1, 2, 3)
+    groups = [g for g in range(1, heads + 1) if heads % g == 0 and _fits(g, tp, cut_heads // tp)]
+    tokens = math.lcm(2 * cp if "ring" in layout.ways else cp, cp * tp if "sp" in layout.ways else cp)
+    micro = one_of(1, 1, 2, 3)
+    return Case(
+        seed,
+        layout,
+        one_of(2, 3, 5, 17, 64, 97, 257),
+        {
+            "layers": one_of(1, 1, 2, 3),
+            "width": heads * one_of(1, 2, 3, 4, 5, 8),
+            "heads": heads,
+            "kv_heads": one_of(None, *groups),
+            "seq_len": tokens * one_of(*range(1, max(2, 24 // tokens))),
+            "tied": one_of(False, True),
+            "gelu": one_of("tanh", "erf"),
+            "dropout": one_of(0.0, 0.1, 0.5),
+            "seed": int(draw.integers(1000)),
+            "batch": dp * micro * one_of(1, 2, 3),
+            "microbatches": micro,
+            "optimizer": one_of("adamw", "adamw", "sgd"),
+            "lr": one_of(1e-4, 1e-3),
+            "weight_decay": one_of(0.0, 0.1),
+            "clip": one_of(0.0, 0.01, 0.5, 10.0),
+            "reducer": one_of("flat", "bucketed"),
+            "bucket_mib": one_of(0.0005, 0.005, 1.0),
+        },
+    )
+
+
+def _fits(groups: int, tp: int, cp: int) -> bool:
+    """Whether so many heads of keys and values can be laid over the ranks; cp counts where it cuts heads."""
+    return (groups % tp == 0 or tp % groups == 0) and max(1, groups // tp) % cp == 0
+
+
+@functools.cache
+def _layouts(ranks: int) -> tuple[Layout, ...]:
+    return tuple(all_layouts(ranks))
+
+
+# ----------------------------------------------------------------------------------------------------------- one case
+
+
+def train(case: Case, layout: Layout) -> None:
+    """Train on the ranks of the surrounding world, as the trainer does."""
+    config = case.config(layout)
+    mesh = Mesh(world(), dp=config.dp, cp=config.cp, tp=config.tp)
+    check_layout(config, mesh.dp.size)
+    text = np.random.default_rng(case.seed).integers(case.vocab, size=4000, dtype=np.uint16)
+    corpus = Corpus(text[:3500], text[3500:], case.vocab, "tokens", "random numbers", (), (), "")
+    tokens = Tokens(corpus, config.seq_len, config.seed)
+    model = build_model(config, corpus, mesh)
+    executor = build_executor(config, model, build_optimizer(config, model), mesh, STEPS)
+    for batch in tokens.batches(config.batch, mesh.dp.rank, mesh.dp.size, 0, STEPS, model.positions_here):
+        executor.step(batch)
+
+
+@dataclass
+class Result:
+    """What came of a case; `trouble` is what a rank raised."""
+
+    case: Case
+    verdict: Verdict
+    trouble: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the layout is the same training run."""
+        return not self.trouble and self.verdict.ok
+
+
+Train = Callable[[Case, Layout], None]
+
+
+def prove(case: Case, train: Train = train) -> Result:
+    """Run a case on one rank and in its layout, and judge.
+
+    Args:
+        case: which.
+        train: trains it in a layout on the surrounding world.
+    """
+    alone: list[list[Record]] = [[]]
+    try:
+        record_on(alone, lambda: train(case, Layout(())))
+    except Exception as error:
+        return Result(case, judge((), []), f"on one rank already: {_described(error)}")
+    return _against(case, case.layout, alone[0], train)
+
+
+def _against(case: Case, layout: Layout, alone: Sequence[Record], train: Train) -> Result:
+    kept: list[list[Record]] = [[] for _ in range(layout.ranks)]
+    trouble = ""
+    try:
+        record_on(kept, lambda: train(case, layout))
+    except Exception as error:
+        trouble = _described(error)
+    return Result(case, judge(alone, kept), trouble)
+
+
+def _described(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+
+
+def explain(result: Result, train: Train = train) -> list[Hint]:
+    """Where to look; runs the axes of the layout alone."""
+    first = result.verdict.first
+    trouble = [Hint("trouble", result.trouble)] if result.trouble else []
+    if first is None:
+        return trouble
+    alone: list[list[Record]] = [[]]
+    record_on(alone, lambda: train(result.case, Layout(())))
+    parts = [(part, _part(result.case, part, alone[0], train)) for part in result.case.layout.parts()]
+    return [*trouble, *hints(first, result.case.layout, parts)]
+
+
+def _part(case: Case, part: Layout, alone: Sequence[Record], train: Train) -> str:
+    result = _against(case, part, alone, train)
+    return "failed" if result.trouble else "equal" if result.verdict.ok else "differs"
+
+
+# ----------------------------------------------------------------------------------------------------------- all cases
+
+
+def main(count: int, seed: int, json_path: str | None = None, train: Train = train) -> int:
+    """Prove `count` cases from `seed` on; print progress, each failure with the command that repeats it, and counts.
+
+    Returns:
+        The exit code: 0 if all are equal, else 1.
+    """
+    began = told = time.perf_counter()
+    failed: list[dict[str, Any]] = []
+    ranks = worst = 0.0
+    for number in range(count):
+        case = case_of(seed + number)
+        result = prove(case, train)
+        ranks += case.layout.ranks
+        if result.ok:
+            worst = max(worst, result.verdict.worst()[0].share)
+        else:
+            found = explain(result, train)
+            failed.append({"seed": case.seed, "case": str(case), "hints": [h._asdict() for h in found]})
+            print(f"\n{report.explanation(f'case {case.seed}: {case}', found)}")
+            print(f"  repeat    mpitrain verify --sweep 1 --seed {case.seed}\n", flush=True)
+        now = time.perf_counter()
+        if now - told > EVERY and number + 1 < count:
+            told = now
+            print(f"{number + 1} of {count} cases, {len(failed)} failed, {(number + 1) / (now - began):.1f} a second", flush=True)
+    seconds = time.perf_counter() - began
+    if count == 1 and not failed:
+        print(f"case {seed}: {case}\n\n{report.table(result.verdict)}\n")
+    print(
+        f"{count - len(failed)} of {count} cases (seeds {seed} to {seed + count - 1}) are equal to one rank, {len(failed)} failed;"
+        f" the worst is {worst:.2g} of its bound; {ranks / count:.1f} ranks a case, {count / seconds:.1f} cases a second"
+    )
+    if json_path is not None:
+        report.write(json_path, {"cases": count, "seed": seed, "seconds": round(seconds, 3), "worst": worst, "failed": failed})
+    return 1 if failed else 0

@@ -1,0 +1,447 @@
+"""Each rule of the state checker with programs that are right and programs that are wrong, on one axis of ranks."""
+
+import contextlib
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+from one_axis import Axis, states_of
+
+import mpitrain.autograd.ops
+from mpitrain import collectives
+from mpitrain.autograd import Function, ops
+from mpitrain.autograd.ops.arithmetic import Add, Div, Mul
+from mpitrain.autograd.ops.fused import Linear
+from mpitrain.autograd.ops.linalg import Matmul
+from mpitrain.autograd.ops.reduce import Sum
+from mpitrain.autograd.ops.residual import Dropout
+from mpitrain.autograd.ops.shape import Split, Transpose
+from mpitrain.debug.states.rules import RULES, elementwise, rule_of
+from mpitrain.errors import StateError
+from mpitrain.events import listen
+from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard
+
+I, R, P = INVARIANT, REPLICATE, PARTIAL  # noqa: E741  (the tables below are read by columns)
+S = Shard
+TP = Axis()
+X = (2, 4, 6)  # (samples, tokens, columns) of this rank
+ROWS = np.zeros((2, 4), np.uint64)
+IDS = np.zeros((3, 5), np.int64)
+
+
+def on(program, *states, shape=X):
+    """A program on inputs of one shape."""
+    return program, [(shape, state) for state in states]
+
+
+def linear(x, w, b=None, shape=X, out=8):
+    """x w + b with these states."""
+    inputs = [(shape, x), ((shape[-1], out), w), *([((out,), b)] if b != "none" else [])]
+    return ops.linear, inputs
+
+
+def norm(x, w, b):
+    return ops.layer_norm, [(X, x), ((6,), w), ((6,), b)]
+
+
+def residual_norm(x, y, bias, w, b):
+    program = lambda x, y, bias, w, b: ops.residual_norm(x, y, bias, w, b)  # noqa: E731
+    return program, [(X, x), (X, y), ((6,), bias), ((6,), w), ((6,), b)]
+
+
+def loss(logits, targets=None):
+    program = lambda z: ops.softmax_cross_entropy(z, np.zeros((2, 4), np.int64))  # noqa: E731
+    return program, [(X, logits)]
+
+
+def take(state, dim=0):
+    return (lambda x: ops.take(x, IDS[:, :1], dim)), [((4, 6), state)]
+
+
+def reshape(state, shape, to):
+    return (lambda x: x.reshape(to)), [(shape, state)]
+
+
+RIGHT = [
+    # Equal states pass; a Replicate value meets slices; a constant adopts.
+    *[("one operand", on(op, s), s) for op in (ops.exp, ops.gelu_tanh, ops.relu, ops.abs) for s in (I, R, S(0), S(2))],
+    *[("one linear operand", on(op, P), P) for op in (ops.neg, lambda x: x * 3.0, lambda x: x / 2)],
+    *[("two alike", on(ops.add, s, s), s) for s in (I, R, P, S(0), S(1))],
+    *[("difference", on(ops.sub, s, s), s) for s in (I, R, P, S(0))],
+    *[("a constant", on(op, s, None), s) for op in (ops.add, ops.mul, ops.maximum) for s in (I, R, S(1))],
+    *[("slices and a copy", on(op, R, S(1)), S(1)) for op in (ops.add, ops.mul, ops.div, ops.maximum)],
+    ("a bias is aligned from the right", (ops.add, [(X, S(2)), ((6,), S(0))]), S(2)),
+    ("a row of positions", (ops.add, [(X, S(1)), ((4, 6), S(0))]), S(1)),
+    ("a bias of its own for all slices", (ops.gelu_tanh, [(X, S(1)), ((6,), R)]), S(1)),
+    ("nothing is known", on(ops.add, None, None), None),
+    ("a choice", (lambda a, b: ops.where(np.ones(6, bool), a, b), [(X, P), (X, P)]), P),
+    ("a choice of nothing", (lambda a: ops.where(np.ones(6, bool), a, 0.0), [(X, P)]), P),
+    ("a sum with nothing", (lambda a: a + 0.0, [(X, P)]), P),
+    ("a sum with zeros", (lambda a: a + np.zeros(6), [(X, P)]), P),
+    # A product with summands: linear in each factor alone.
+    ("summands times a copy", on(ops.mul, P, R), P),
+    ("a copy times summands", on(ops.mul, R, P), P),
+    ("summands over a copy", on(ops.div, P, R), P),
+    ("summands times a constant", on(ops.mul, P, None), P),
+    # Matrices.
+    ("column parallel", linear(R, S(1), S(0)), S(2)),
+    ("row parallel", linear(S(2), S(0), "none"), P),
+    ("row parallel without weight's state", linear(S(2), None, "none"), P),
+    ("row parallel, summands of a bias", linear(S(2), S(0), P), P),
+    ("tokens cut", linear(S(1), R, R), S(1)),
+    ("samples cut", linear(S(0), R, R), S(0)),
+    ("all the same", linear(I, I, I), I),
+    ("copies", linear(R, R, R), R),
+    ("summands", linear(P, R, "none"), P),
+    ("summands of a weight", linear(R, P, P), P),
+    ("matmul rows", (ops.matmul, [((4, 6), S(0)), ((6, 3), R)]), S(0)),
+    ("matmul columns", (ops.matmul, [((4, 6), R), ((6, 3), S(1))]), S(1)),
+    ("matmul columns behind a batch", (ops.matmul, [((5, 4, 6), R), ((6, 3), S(1))]), S(2)),
+    ("matmul sums over slices", (ops.matmul, [((5, 4, 6), S(2)), ((6, 3), S(0))]), P),
+    ("matmul of samples", (ops.matmul, [((5, 4, 6), S(0)), ((5, 6, 3), S(0))]), S(0)),
+    ("matmul of samples with one matrix", (ops.matmul, [((4, 6), R), ((5, 6, 3), S(0))]), S(0)),
+    ("matmul of vectors", (ops.matmul, [((6,), S(0)), ((6,), S(0))]), P),
+    ("vector and matrix", (ops.matmul, [((6,), R), ((6, 3), S(1))]), S(0)),
+    ("matrix and vector", (ops.matmul, [((4, 6), S(0)), ((6,), R)]), S(0)),
+    ("vector and matrices", (ops.matmul, [((6,), R), ((5, 6, 3), S(0))]), S(0)),
+    ("matmul of summands", (ops.matmul, [((4, 6), R), ((6, 3), P)]), P),
+    # Rows.
+    *[("norm", norm(s, w, w), s) for s, w in ((I, I), (R, R), (S(0), R), (S(1), R), (S(1), None))],
+    *[("softmax along columns", on(lambda x: ops.softmax(x, -1), s), s) for s in (I, R, S(0), S(1))],
+    ("softmax along tokens", on(lambda x: ops.softmax(x, 1), S(2)), S(2)),
+    ("log softmax", on(lambda x: ops.log_softmax(x), S(1)), S(1)),
+    ("softmax with a mask", on(lambda x: ops.softmax(x, -1, np.ones((4, 6), bool)), S(0)), S(0)),
+    *[("attention", on(lambda x: ops.attention(x, 2), s), s) for s in (I, R, S(0), S(2))],
+    ("residual", on(ops.residual, S(1), S(1)), S(1)),
+    ("residual with a bias", (ops.residual, [(X, S(1)), (X, S(1)), ((6,), R)]), S(1)),
+    ("residual of summands", (lambda x, y: ops.residual(x, y, rows=ROWS, p=0.5), [(X, P), (X, P)]), P),
+    *[("residual norm", residual_norm(s, s, w, w, w), s) for s, w in ((I, I), (S(1), R), (S(0), R))],
+    *[("dropout", on(lambda x: ops.dropout(x, ROWS, 0.5), s), s) for s in (I, R, P, S(0), S(1), S(2))],
+    *[("loss", loss(s), t) for s, t in ((I, I), (R, R), (S(0), P), (S(1), P))],
+    # Sums.
+    ("sum over slices", on(lambda x: x.sum(1), S(1)), P),
+    ("sum of everything", on(lambda x: x.sum(), S(1)), P),
+    ("sum of summands", on(lambda x: x.sum(1), P), P),
+    ("mean of summands", on(lambda x: x.mean(1), P), P),
+    ("sum before the dim", on(lambda x: x.sum(0), S(1)), S(0)),
+    ("sum behind the dim", on(lambda x: x.sum(2), S(1)), S(1)),
+    ("sum that keeps dims", on(lambda x: x.sum(0, keepdims=True), S(1)), S(1)),
+    *[
+        ("reduce", on(lambda x, f=f: f(x, (0, 2)), S(1)), S(0))
+        for f in (ops.mean, ops.max, ops.min, ops.logsumexp, ops.var)
+    ],
+    # Where dims go.
+    ("heads apart", reshape(S(2), (2, 4, 6), (2, 4, 3, 2)), S(2)),
+    ("heads together", reshape(S(2), (2, 4, 3, 2), (2, 4, 6)), S(2)),
+    ("rows together", reshape(S(0), (2, 4, 6), (8, 6)), S(0)),
+    ("rows apart", reshape(S(0), (8, 6), (2, 4, 6)), S(0)),
+    ("not touched", reshape(S(1), (2, 4, 6), (2, 4, 3, 2)), S(1)),
+    ("summands", reshape(P, (2, 4, 6), (48,)), P),
+    ("a new dim", (lambda x, y: ops.expand(x, 1) + y, [(X, S(1)), ((2, 1, 4, 6), S(2))]), S(2)),
+    ("one head", (lambda x, y: x.reshape(2, 4, 1, 6) * y, [(X, S(2)), ((2, 4, 1, 6), S(2))]), S(2)),
+    ("one head, all its columns", (lambda x: ops.softmax(x.reshape(2, 4, 1, 6), -1), [(X, S(2))]), S(2)),
+    ("one head, and back", (lambda x: x.reshape(2, 4, 1, 6).reshape(2, 4, 6), [(X, S(2))]), S(2)),
+    ("one dim less", (lambda x: x.squeeze(0), [((1, 4, 6), S(1))]), S(0)),
+    ("transpose", on(lambda x: x.transpose(2, 0, 1), S(1)), S(2)),
+    ("swap", on(lambda x: x.swap(0, 2), S(0)), S(2)),
+    ("repeat", (lambda x: ops.broadcast_to(x, (3, 4, 6)), [((4, 6), S(0))]), S(1)),
+    ("concat beside the dim", on(lambda *x: ops.concat(x, 0), S(1), S(1)), S(1)),
+    ("concat of slices", on(lambda *x: ops.concat(x, 1), S(1), S(1)), S(1)),
+    ("concat of slices and copies", on(lambda *x: ops.concat(x, 2), S(2), R), S(2)),
+    ("concat of summands", on(lambda *x: ops.concat(x, 2), P, P), P),
+    ("concat of rows and many", (lambda *x: ops.concat(x, 0), [((1, 6), S(1)), ((4, 6), S(1))]), S(1)),
+    ("split of slices", on(lambda x: ops.split(x, 2, 2), S(2)), S(2)),
+    ("split beside the dim", on(lambda x: ops.split(x, 2, 0), S(2)), S(2)),
+    ("stack", on(lambda *x: ops.stack(x, 0), S(1), S(1)), S(2)),
+    ("pad", on(lambda x: ops.pad(x, [(1, 0), (0, 0), (0, 2)], 7.0), S(1)), S(1)),
+    ("pad of summands", on(lambda x: ops.pad(x, [(1, 0), (0, 0), (0, 2)]), P), P),
+    ("cast", on(lambda x: x.astype("float32"), P), P),
+    ("the whole dim", on(lambda x: x[0, :], S(1)), S(0)),
+    ("the whole dim, counted", on(lambda x: x[:, 0:4, 2:3], S(1)), S(1)),
+    ("dots", on(lambda x: x[..., 0], S(1)), S(1)),
+    ("dots in the middle", on(lambda x: x[0, ..., None, 1:], S(1)), S(0)),
+    ("a part of a copy", on(lambda x: x[:, 1:2], R), R),
+    ("rows of a table", take(R), R),
+    ("rows of a cut table", take(S(1)), S(2)),
+    ("rows of summands", take(P), P),
+    ("columns of a cut table", take(S(0), 1), S(0)),
+    ("one of each row", on(lambda x: ops.gather_along(x, np.zeros((2, 4, 1), np.int64)), S(1)), S(1)),
+    # Messages.
+    ("copy", on(lambda x: collectives.copy(x, TP), I), R),
+    ("all_reduce", on(lambda x: collectives.all_reduce(x, TP), P), I),
+    ("sum_everywhere", on(lambda x: collectives.sum_everywhere(x, TP), P), R),
+    ("all_gather", on(lambda x: collectives.all_gather(x, TP, 1), S(1)), R),
+    ("all_gather, last dim", on(lambda x: collectives.all_gather(x, TP, -1), S(2)), R),
+    ("reduce_scatter", on(lambda x: collectives.reduce_scatter(x, TP, -1), P), S(2)),
+    ("gather", on(lambda x: collectives.gather(x, TP, 0), S(0)), I),
+    ("split", on(lambda x: collectives.split(x, TP, 1), I), S(1)),
+    ("pick", on(lambda x: collectives.pick(x, TP, 2, 1, 3), R), S(2)),
+    ("all_to_all", on(lambda x: collectives.all_to_all(x, TP, 1, 2), S(1)), S(2)),
+    ("shift", on(lambda x: collectives.shift(x, TP, 1, 1), S(1)), S(1)),
+    ("a message about a constant", on(lambda x: collectives.all_reduce(x, TP), None), I),
+    ("a statistic", on(lambda x: x - collectives.max_over(x, TP), S(1)), S(1)),
+]
+
+MISSING_SUM = "an all_reduce or reduce_scatter is missing before it"
+COPY = "a copy of the Invariant one is missing"
+
+WRONG = [
+    # Summands.
+    ("nonlinear", on(ops.gelu_tanh, P), f"gelu_tanh of a Partial value over tp; {MISSING_SUM}"),
+    *[
+        ("nonlinear", on(op, P), f"of a Partial value over tp; {MISSING_SUM}")
+        for op in (ops.exp, ops.relu, lambda x: x**2, lambda x: 1 / x, lambda x: ops.clip(x, 0, 1), ops.softmax)
+    ],
+    ("square", on(lambda x: x * x, P), f"mul of two Partial values over tp; {MISSING_SUM}"),
+    ("matmul of summands", on(ops.matmul, P, P, shape=(4, 4)), "matmul of two Partial values over tp"),
+    ("larger of two", on(ops.maximum, P, P), "maximum of a Partial value"),
+    *[
+        (
+            "what every rank adds",
+            on(ops.add, P, s),
+            rf"add of a Partial value and {words} one over tp; every rank would",
+        )
+        for s, words in ((I, "an Invariant"), (R, "a Replicate"), (S(1), r"a Shard\(1\)"))
+    ],
+    ("what every rank adds", on(ops.sub, I, P), "every rank would add the other one: an all_reduce or reduce_scatter"),
+    ("a number", on(lambda x: x + 1.0, P), "add of a Partial value and a constant over tp; every rank would add"),
+    (
+        "a choice of a number",
+        on(lambda x: ops.where(np.ones(6, bool), x, 1.0), P),
+        "where of a Partial value and a const",
+    ),
+    ("times an Invariant", on(ops.mul, P, I), f"mul of an Invariant and a Partial value over tp; {COPY}"),
+    ("times slices", on(ops.mul, P, S(1)), r"mul of a Partial value and a Shard\(1\) one over tp"),
+    ("over summands", on(ops.div, R, P), "div of a Partial value"),
+    (
+        "a padding of ones",
+        on(lambda x: ops.pad(x, [(0, 0), (0, 0), (0, 2)], 1.0), P),
+        "pad with 1.0 of a Partial value",
+    ),
+    ("concat with others", on(lambda *x: ops.concat(x, 1), P, I), "concat of a Partial value and an Invariant one"),
+    # Invariant and others.
+    *[("no copy", on(ops.add, I, s), f"add of an Invariant and a {s.name}.* value over tp; {COPY}") for s in (R, S(1))],
+    (
+        "no copy before a column",
+        linear(I, S(1), S(0)),
+        r"linear of an Invariant and a Shard\(2\) value over tp; a copy",
+    ),
+    ("no copy of a weight", linear(S(1), I, "none"), COPY),
+    ("no copy of a bias", linear(S(1), R, I), COPY),
+    ("no copy of a norm", norm(S(1), I, R), COPY),
+    ("no copy of a norm's bias", norm(S(1), R, I), COPY),
+    ("no copy of a branch's bias", residual_norm(S(1), S(1), I, R, R), COPY),
+    ("no copy of the norm after a branch", residual_norm(S(1), S(1), R, R, I), COPY),
+    ("no copy of the stream", on(ops.residual, I, S(1)), COPY),
+    ("branch not summed", on(ops.residual, I, P), "residual of a Partial value and an Invariant one"),
+    # Slices.
+    ("other slices", on(ops.add, S(0), S(1)), r"add of a Shard\(0\) and a Shard\(1\) value over tp; an all_to_all or"),
+    ("other slices of a bias", (ops.add, [(X, S(2)), ((4, 6), S(0))]), r"add of a Shard\(2\) and a Shard\(1\) value"),
+    ("stretched", (ops.add, [((1, 6), S(0)), ((4, 6), R)]), r"add repeats dim 0 of a Shard\(0\) value"),
+    ("repeated", (lambda x: ops.broadcast_to(x, (4, 6)), [((1, 6), S(0))]), r"broadcast_to repeats dim 0 of a Shard"),
+    ("concat of other slices", on(lambda *x: ops.concat(x, 0), S(1), S(2)), r"concat of a Shard\(1\) and a Shard\(2\)"),
+    (
+        "columns and tokens",
+        linear(S(1), S(1), "none"),
+        r"linear of a Shard\(1\) and a Shard\(2\) value over tp; an all_to",
+    ),
+    # Products that sum over slices.
+    (
+        "half a contraction",
+        linear(S(2), R, "none"),
+        r"linear sums over dim 2 of a Shard\(2\) value, which is cut, with a Rep",
+    ),
+    (
+        "half a contraction",
+        linear(I, S(0), "none"),
+        r"linear sums over dim 0 of a Shard\(0\) value, which is cut, with an Inv",
+    ),
+    ("half a contraction", linear(P, S(0), "none"), "an all_gather of it is missing, or the other must be Shard"),
+    (
+        "a bias in summands",
+        linear(S(2), S(0), I),
+        "linear adds a bias to a Partial product over tp; every rank would add it",
+    ),
+    ("a bias in summands", linear(S(2), S(0), R), "add the bias after an all_reduce or reduce_scatter"),
+    ("a bias in summands", linear(P, R, None), "linear adds a bias to a Partial product"),
+    ("half a matmul", (ops.matmul, [((4, 6), R), ((6, 3), S(0))]), "matmul sums over dim 0"),
+    ("outer product", (ops.matmul, [((4, 6), S(0)), ((6, 3), S(1))]), r"matmul of a Shard\(0\) and a Shard\(1\) value"),
+    # Rows.
+    (
+        "norm along slices",
+        norm(S(2), R, R),
+        r"layer_norm along dim 2 of a Shard\(2\) value over tp; an all_gather is missing",
+    ),
+    ("norm of summands", norm(P, R, R), f"layer_norm of a Partial value over tp; {MISSING_SUM}"),
+    ("norm after a branch", residual_norm(S(2), S(2), S(0), R, R), r"residual_norm along dim 2 of a Shard\(2\) value"),
+    ("norm after summands", residual_norm(P, P, P, R, R), f"residual_norm of a Partial value over tp; {MISSING_SUM}"),
+    ("softmax along slices", on(ops.softmax, S(2)), r"softmax along dim 2 of a Shard\(2\) value"),
+    ("log softmax along slices", on(lambda x: ops.log_softmax(x, 0), S(0)), r"log_softmax along dim 0 of a Shard\(0\)"),
+    (
+        "attention among tokens",
+        on(lambda x: ops.attention(x, 2), S(1)),
+        r"attention over axis tp is missing \(parallel\.context",
+    ),
+    ("attention of summands", on(lambda x: ops.attention(x, 2), P), "attention of a Partial value"),
+    (
+        "loss over slices",
+        loss(S(2)),
+        r"softmax_cross_entropy over the classes of a Shard\(2\) value over tp; the loss over a cut",
+    ),
+    ("loss of summands", loss(P), "softmax_cross_entropy of a Partial value"),
+    # Sums.
+    ("mean over slices", on(lambda x: x.mean(1), S(1)), "the mean of a part is not a part of the mean"),
+    *[
+        ("over slices", on(lambda x, f=f: f(x, 1), S(1)), rf"{f.__name__} along dim 1 of a Shard\(1\) value")
+        for f in (ops.max, ops.min, ops.logsumexp, ops.var)
+    ],
+    ("largest summand", on(lambda x: x.max(1), P), "max of a Partial value"),
+    # Where dims go.
+    (
+        "tokens among rows",
+        reshape(S(1), (2, 4, 6), (8, 6)),
+        r"reshape of a Shard\(1\) value to 2 dims over tp",
+    ),
+    ("q|k|v before heads", reshape(S(3), (2, 4, 3, 2), (2, 4, 6)), "its slices would not be slices of the result"),
+    (
+        "padded slices",
+        on(lambda x: ops.pad(x, [(0, 0), (1, 0), (0, 0)]), S(1)),
+        r"pad along dim 1 of a Shard\(1\) value",
+    ),
+    *[
+        ("a part of the dim", on(lambda x, i=i: x[i], S(1)), r"getitem of a part of dim 1 of a Shard\(1\) value")
+        for i in (
+            (slice(None), 0),
+            (0, slice(1, None)),
+            (..., slice(0, 3), slice(None)),
+            (None, 0, slice(None, None, 2)),
+        )
+    ],
+    (
+        "a cut table",
+        take(S(0)),
+        r"take by number along dim 0 of a Shard\(0\) value over tp; a lookup over the axis is missing",
+    ),
+    (
+        "of slices one",
+        on(lambda x: ops.gather_along(x, np.zeros((2, 4, 1), np.int64)), S(2)),
+        "gather_along along dim 2",
+    ),
+    # Messages.
+    (
+        "summed twice",
+        on(lambda x: collectives.all_reduce(x, TP), I),
+        "this all_reduce is doubled: the value is summed already",
+    ),
+    ("a sum of copies", on(lambda x: collectives.all_reduce(x, TP), R), "the sum would be a multiple of it"),
+    (
+        "a sum of slices",
+        on(lambda x: collectives.all_reduce(x, TP), S(1)),
+        "slices, not summands: an all_gather or gather",
+    ),
+    ("scattered twice", on(lambda x: collectives.reduce_scatter(x, TP, 1), I), "this reduce_scatter is doubled"),
+    ("scattered slices", on(lambda x: collectives.reduce_scatter(x, TP, 1), S(1)), "slices, not summands"),
+    ("summed everywhere twice", on(lambda x: collectives.sum_everywhere(x, TP), R), "a multiple of it"),
+    (
+        "copied twice",
+        on(lambda x: collectives.copy(x, TP), R),
+        "this copy is doubled: each rank has a copy of its own already",
+    ),
+    (
+        "copied summands",
+        on(lambda x: collectives.copy(x, TP), P),
+        "copy of a Partial value over tp; an all_reduce is missing",
+    ),
+    ("copied slices", on(lambda x: collectives.copy(x, TP), S(1)), "a gather is missing before it"),
+    (
+        "gathered twice",
+        on(lambda x: collectives.all_gather(x, TP, 1), R),
+        "this all_gather is doubled: every rank holds the whole",
+    ),
+    ("gathered twice", on(lambda x: collectives.gather(x, TP, 1), I), "this gather is doubled"),
+    ("gathered summands", on(lambda x: collectives.all_gather(x, TP, 1), P), "a reduce_scatter is meant"),
+    (
+        "gathered along another",
+        on(lambda x: collectives.all_gather(x, TP, 1), S(2)),
+        "cut along dim 2, not along dim 1",
+    ),
+    ("split twice", on(lambda x: collectives.split(x, TP, 1), S(1)), "slices of it already"),
+    ("a copy split", on(lambda x: collectives.split(x, TP, 1), R), "this split is doubled: each rank has a copy"),
+    ("picked from one value", on(lambda x: collectives.pick(x, TP, 2, 0, 1), I), "a copy is missing before it"),
+    ("picked from slices", on(lambda x: collectives.pick(x, TP, 2, 0, 1), S(2)), "an all_gather is missing before it"),
+    (
+        "picked from summands",
+        on(lambda x: collectives.pick(x, TP, 2, 0, 1), P),
+        "a sum_everywhere is missing before it",
+    ),
+    (
+        "exchanged along another",
+        on(lambda x: collectives.all_to_all(x, TP, 1, 2), S(2)),
+        "cut along dim 2, not along dim 1",
+    ),
+    ("passed on whole", on(lambda x: collectives.shift(x, TP, 1, 1), R), "this shift is doubled"),
+    ("exchanged whole", on(lambda x: collectives.all_to_all(x, TP, 1, 2), R), "this all_to_all is doubled"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "state"), [case[1:] for case in RIGHT], ids=[f"{i} {case[0]}" for i, case in enumerate(RIGHT)]
+)
+def test_a_program_that_is_right_passes_with_its_state(program, state):
+    run, inputs = program
+    assert states_of(run, *inputs) == state
+
+
+@pytest.mark.parametrize(
+    ("program", "words"), [case[1:] for case in WRONG], ids=[f"{i} {case[0]}" for i, case in enumerate(WRONG)]
+)
+def test_a_program_that_is_wrong_is_refused_with_the_message_that_it_lacks(program, words):
+    run, inputs = program
+    with pytest.raises(StateError, match=words) as caught:
+        states_of(run, *inputs)
+    text = str(caught.value)
+    assert text.startswith(("at test_states.py:", "at one_axis.py:")), text
+    assert "over tp" in text
+    assert text.count("\n") <= 4
+
+
+def called(table):
+    """The ops that programs call: of those that are wrong the last one, which was refused."""
+    found = set()
+    for _, (program, inputs), outcome in table:
+        events = []
+        with listen(events.append), contextlib.suppress(StateError):
+            states_of(program, *inputs)
+        found.update(event.info["function"] for event in (events[-1:] if isinstance(outcome, str) else events))
+    return found
+
+
+def test_every_rule_and_every_arrow_has_programs_that_are_right():
+    assert set(RULES) - called(RIGHT) == set()
+    assert set(collectives.ARROWS) - called(RIGHT) == set()
+
+
+def test_every_rule_and_every_arrow_has_programs_that_are_wrong():
+    pass_all = {collectives.MaxOver, Split, Transpose, Sum, Dropout}
+    assert set(RULES) - called(WRONG) == pass_all
+    assert set(collectives.ARROWS) - called(WRONG) == set()
+
+
+ELEMENTWISE = """Abs Add Cast Clip Cos Div Erf Exp GeluErf GeluTanh Log Maximum Minimum Mul Neg Pow Power Relu Scale
+    Sigmoid Sin Sqrt Sub Tanh Where""".split()
+
+
+def test_every_op_has_a_rule_or_works_element_by_element():
+    """Fails for a new op until its rule is thought of: in RULES, or in the list above."""
+    found = {
+        value
+        for module in pkgutil.iter_modules(mpitrain.autograd.ops.__path__)
+        for value in vars(importlib.import_module(f"mpitrain.autograd.ops.{module.name}")).values()
+        if isinstance(value, type) and issubclass(value, Function) and value is not Function
+    }
+    assert sorted(f.__name__ for f in found if rule_of(f) is elementwise) == ELEMENTWISE
+
+
+def test_factors_may_change_places_in_products_only():
+    assert [f for f in (Mul, Matmul, Linear, Add, Div) if f.bilinear] == [Mul, Matmul, Linear]

@@ -1,0 +1,182 @@
+"""Predicted bytes: the formulas as they are printed, what they refuse, and how they read."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.plan.traffic import DATA, DATA_AND_TP, Line, Step, Traffic, cause_of, parameters, traffic
+
+# A model of which every number is another, so that no two letters of a formula can be confused.
+L, h, S, V, a, kv = 3, 48, 40, 101, 8, 4
+SIZES = GPTConfig(vocab=V, layers=L, width=h, heads=a, seq_len=S)
+GROUPED = replace(SIZES, kv_heads=kv)
+d, m, b = 3, 5, 2
+STEP = Step(SIZES, batch=b * m * d, microbatches=m, dp=d)
+
+
+@pytest.mark.parametrize(("dtype", "beta"), [(np.float32, 4), (np.float64, 8)])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_tensor_parallelism(t, sp, dtype, beta):
+    """30.4, row tp; with the terms of 12: embedding, the head's input gradient, cross-entropy."""
+    sent = traffic(replace(STEP, tp=t, sequence_parallel=sp, dtype=dtype))
+    factor = Fraction(t - 1, t)
+    assert sent.total("tp", "layers") == m * L * 8 * factor * beta * b * S * h
+    assert sent.total("tp", "embedding") == m * 2 * factor * beta * b * S * h
+    assert sent.total("tp", "head") == m * 2 * factor * beta * b * S * h
+    assert sent.total("tp", "cross-entropy") == m * 3 * 2 * factor * beta * b * S
+
+
+def test_the_example_of_the_specification():
+    """T30.10: L = 4 on p = 2 stages, so two layers on each; h = 64, s = 32, b = 2, m = 4, float32, t = 2."""
+    stage = GPTConfig(vocab=50, layers=4 // 2, width=64, heads=4, seq_len=32)
+    assert traffic(Step(stage, batch=8, microbatches=4, tp=2)).total("tp", "layers") == 524_288
+
+
+@pytest.mark.parametrize("c", [1, 2, 4])
+@pytest.mark.parametrize("t", [1, 2])
+def test_ring_attention(c, t):
+    """30.4, with the heads of keys of a rank of tp; their gradients are as wide as they are, but at least float32."""
+    for dtype, beta, beta_acc in ((np.float32, 4, 4), (np.float64, 8, 8), (np.float16, 2, 4)):
+        sent = traffic(replace(STEP, sizes=GROUPED, cp=c, tp=t, dtype=dtype)).total("cp", "attention")
+        h_kv = kv * (h // a) // t
+        assert sent == (m * L * (4 * (c - 1) * beta + 2 * c * beta_acc) * b * (S // c) * h_kv if c > 1 else 0)
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_ulysses_attention(c):
+    """30.4, where keys are as wide as queries."""
+    step = replace(STEP, cp=c, cp_attention="ulysses")
+    assert traffic(step).total("cp", "attention") == m * L * 8 * Fraction(c - 1, c) * 4 * b * (S // c) * h
+    half = traffic(replace(step, sizes=GROUPED)).total("cp", "attention")
+    assert half == m * L * 6 * Fraction(c - 1, c) * 4 * b * (S // c) * h
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_two_rings_send_six_eighths_of_the_papers_bytes(c):
+    """14.1: 8 (N-1) B Z (L/N) A elements, 4 of them all-reduces of gradients; a reduce-scatter sends half of that."""
+    sent = traffic(replace(STEP, cp=c, cp_attention="rsa")).total("cp", "attention")
+    assert sent == m * L * (8 - 2) * (c - 1) * b * a * (S // c) * (h // a) * 4
+
+
+def test_data_parallelism_sends_the_gradients_once_whatever_the_micro_batches_are():
+    """30.4 and 4: 2 (d-1)/d beta_g Psi; and 8 bytes of the count."""
+    for micros in (1, 5):
+        step = replace(STEP, microbatches=micros, cp=4)
+        assert traffic(step).total(DATA, "gradients") == round(2 * Fraction(11, 12) * 4 * SIZES.num_parameters)
+        assert traffic(step).total(DATA, "count of targets") == round(2 * Fraction(11, 12) * 8)
+        assert traffic(step).total("world") == round(2 * Fraction(11, 12) * 16)
+
+
+def test_small_parameters_are_summed_over_tp_as_well_with_sequence_parallelism():
+    """30.4, row SP: here over all axes at once, in one message."""
+    small = L * 6 * h + 2 * h + S * h
+    step = replace(STEP, tp=2, sequence_parallel=True)
+    assert traffic(step).total(DATA_AND_TP) == 2 * Fraction(5, 6) * 4 * small
+    assert traffic(replace(step, dp=1)).total(DATA_AND_TP) == 2 * Fraction(1, 2) * 4 * small
+    plain = replace(step, sequence_parallel=False)
+    assert traffic(plain).total(DATA_AND_TP) == 0
+    assert traffic(plain).total(DATA, "gradients") == 2 * Fraction(2, 3) * 4 * (parameters(step)[0] + small)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, GROUPED, replace(GROUPED, tied=True), replace(SIZES, kv_heads=1)])
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_parameters_of_all_ranks_are_those_of_the_model(sizes, t, sp):
+    """11: 12 h^2/t + 7 h/t + 6 h a layer and rank; what is not cut is counted once here."""
+    ranks = [parameters(Step(sizes, batch=1, tp=t, sequence_parallel=sp, tp_rank=rank)) for rank in range(t)]
+    between = L * 6 * h + 2 * h + S * h
+    whole = 0 if sp and t > 1 else between  # of what every rank holds besides its part
+    assert len({shared for _, shared in ranks}) == 1
+    assert sum(here - whole for here, _ in ranks) + whole + ranks[0][1] == sizes.num_parameters
+    if sizes is SIZES:
+        layers = L * (12 * h * h // t + 7 * h // t + 6 * h)
+        assert sum(ranks[0]) == layers + 2 * h + S * h + 2 * -(-V // t) * h
+
+
+def test_one_rank_sends_nothing():
+    sent = traffic(Step(SIZES, batch=4))
+    assert sent.lines == ()
+    assert sent.table() == "0 bytes a rank and step"
+    assert str(sent) == "0 bytes a rank and step"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": 7}, "batch 7 is not divisible by 15"),
+        ({"batch": 0}, "batch 0 is not divisible"),
+        ({"tp": 3}, "heads 8 is not divisible by 3"),
+        ({"tp": 0}, "heads 8 is not divisible by 0"),
+        ({"dp": -3}, "is not divisible by -15"),
+        ({"cp": 3}, "seq_len 40 is not divisible by 3"),
+        ({"cp": 4, "tp": 4, "sequence_parallel": True}, "seq_len 40 is not divisible by 16"),
+        ({"sizes": replace(SIZES, kv_heads=3)}, "heads 8 is not divisible by 3"),
+        ({"sizes": replace(SIZES, heads=7)}, "width 48 is not divisible by 7"),
+        ({"sizes": replace(SIZES, heads=12, width=48, kv_heads=3), "tp": 4}, "the larger, 4 is not divisible by 3"),
+        ({"cp_attention": "star"}, "'star' is not known; known: ring, ulysses, rsa"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(change, said):
+    with pytest.raises(ConfigError) as refusal:
+        replace(STEP, **change)
+    assert said in str(refusal.value)
+
+
+def test_the_table_adds_up_like_messages_and_shows_the_largest_first():
+    sent = Traffic(
+        (
+            Line("tp", "head", "all_reduce", 2, 3, 1000),
+            Line("cp", "attention", "send", 2, 2, 50_000),
+            Line("cp", "attention", "send", 2, 1, 30_000),
+        )
+    )
+    assert sent.table() == (
+        "133,000 bytes a rank and step\n"
+        "\n"
+        "    bytes  calls  axis  cause      verb\n"
+        "  130,000      3  cp    attention  send\n"
+        "    3,000      3  tp    head       all_reduce"
+    )
+    assert str(sent) == "133 kB a rank and step: cp 130 kB, tp 3 kB"
+    assert sent.total("cp") == 130_000
+    assert sent.total(cause="head") == 3000
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (99_499, "99.5 kB"),
+        (99_500, "100 kB"),
+        (999_499, "999 kB"),
+        (10**16, "10 PB"),
+    ],
+)
+def test_short_numbers(nbytes, text):
+    assert str(Traffic((Line("tp", "head", "send", 2, 1, nbytes),))) == f"{text} a rank and step"
+
+
+@pytest.mark.parametrize(
+    ("axis", "action", "path", "op", "cause"),
+    [
+        ("dp+cp", "COUNT", "", "", "count of targets"),
+        ("dp+cp", "REDUCE", "", "", "gradients"),
+        ("dp+cp", "B", "", "", "gradients"),
+        ("world", "STEP", "", "", "loss and norm"),
+        ("world", "", "", "", "other"),
+        ("tp", "F", "table", "all_reduce", "embedding"),
+        ("tp", "B", "head", "copy.backward", "head"),
+        ("tp", "F", "gpt", "vocabulary_cross_entropy", "cross-entropy"),
+        ("tp", "F", "blocks.10.mlp.down", "all_reduce", "layers"),
+        ("cp", "B", "blocks.0.attention", "ring_attention.backward", "attention"),
+        ("tp", "F", "gpt", "all_reduce", "other"),
+    ],
+)
+def test_causes_by_place(axis, action, path, op, cause):
+    assert cause_of(axis, action, path, op) == cause

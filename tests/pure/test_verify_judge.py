@@ -1,0 +1,444 @@
+"""The judge of `mpitrain verify`, on runs that are made by hand: what is equal, and what must never pass.
+
+`run` makes the records of a tiny training run on any mesh; a test then spoils one number of one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mpitrain.debug.capture import Record, read, write
+from mpitrain.spec import INVARIANT, REPLICATE, Shard, Spec, slab
+from mpitrain.verify.judge import judge
+from mpitrain.verify.layouts import parse
+from mpitrain.verify.suspect import hints
+
+SHAPES = {"table": (6, 4), "up": (4, 8), "bias": (8,), "norm": (4,), "scale": ()}
+SPECS = {
+    "table": Spec({"tp": Shard(0)}),
+    "up": Spec({"tp": Shard(1)}),
+    "bias": Spec({"tp": Shard(0)}),
+    "norm": Spec({"tp": REPLICATE}),
+    "scale": Spec({"tp": INVARIANT}),
+}
+DECAYS = {"table": True, "up": True, "bias": False, "norm": False, "scale": False}
+ORDER = ["scale", "norm", "bias", "up", "table"]
+KINDS = ("gradient", "weight", "first_moment")
+
+
+def value(kind: str, name: str, step: int) -> np.ndarray:
+    seed = [KINDS.index(kind), list(SHAPES).index(name), step]
+    return np.random.default_rng(seed).normal(size=SHAPES[name])
+
+
+def run(dp: int = 1, tp: int = 1, steps: int = 2) -> list[list[Record]]:
+    """The records of every rank of a run without a fault."""
+    sizes = {"pp": 1, "edp": dp, "ep": 1, "cp": 1, "tp": tp}
+    ranks = []
+    for rank, (i, j) in enumerate(product(range(dp), range(tp))):
+        coords = {"pp": 0, "edp": i, "ep": 0, "cp": 0, "tp": j}
+        slabs = {name: slab(SHAPES[name], SPECS[name], coords, sizes) for name in SHAPES}
+
+        def vector(kind: str, step: int, slabs: dict[str, tuple[slice, ...]] = slabs) -> np.ndarray:
+            return np.concatenate([value(kind, name, step)[(..., *slabs[name])].reshape(-1) for name in SHAPES])
+
+        parameters = [
+            [name, list(SHAPES[name]), [[s.start, s.stop] for s in slabs[name]], DECAYS[name]] for name in SHAPES
+        ]
+        begin = {"is": "begin", "rank": rank, "executor": 0, "sizes": sizes, "coords": coords, "parameters": parameters}
+        records = [Record(begin, {"weight": vector("weight", 0)})]
+        for step in range(1, steps + 1):
+            facts = {"is": "step", "executor": 0, "step": step, "order": ORDER, "own loss": 2.0 + i}
+            facts |= {"targets": 8, "loss": 3.0 / step, "norm": 2.0, "learning rate": 0.1, "updates": step}
+            records.append(Record(facts, {kind: vector(kind, step) for kind in KINDS}))
+        ranks.append(records)
+    return ranks
+
+
+def spoiled(ranks: list[list[Record]]) -> list[list[Record]]:
+    return copy.deepcopy(ranks)
+
+
+def place_of(records: list[Record], name: str) -> slice:
+    """Where a parameter lies in the vectors of a rank."""
+    start = 0
+    for other, _, rectangle, _ in records[0].facts["parameters"]:
+        size = int(np.prod([b - a for a, b in rectangle], dtype=int))
+        if other == name:
+            return slice(start, start + size)
+        start += size
+    raise AssertionError(name)
+
+
+def change(ranks, name, kind, step, which, how) -> list[list[Record]]:
+    """The run with one tensor of one step changed on some ranks."""
+    ranks = spoiled(ranks)
+    for rank in which:
+        vector = ranks[rank][step].arrays[kind]
+        place = place_of(ranks[rank], name)
+        vector[place] = how(vector[place])
+    return ranks
+
+
+ALONE = run()[0]
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 4), (2, 4), (1, 5)])
+def test_a_run_without_a_fault_is_equal_on_every_mesh(dp, tp):
+    verdict = judge(ALONE, run(dp, tp))
+    assert verdict.ok, verdict.first
+    assert verdict.steps == 2
+    assert verdict.first is None
+    # own parts before the steps, then all kinds of both; targets loss norm rate updates
+    assert len(verdict.findings) == 5 + 2 * (3 * 5 + 5)
+    assert all(finding.difference.error == 0 for finding in verdict.findings)
+
+
+def test_findings_come_in_the_order_of_execution():
+    names = [(f.step, f.kind, f.name) for f in judge(ALONE, run(2, 2)).findings]
+    assert names[:5] == [(1, "initial weight", name) for name in SHAPES]
+    assert names[5:7] == [(1, "targets", ""), (1, "loss", "")]
+    assert names[7:12] == [(1, "gradient", name) for name in ORDER]
+    assert names[12:15] == [(1, "norm", ""), (1, "learning rate", ""), (1, "updates", "")]
+    assert names[15:25] == [(1, kind, name) for kind in ("weight", "first_moment") for name in SHAPES]
+    assert names[25] == (2, "targets", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("step", [1, 2])
+def test_one_wrong_element_of_any_tensor_on_any_rank_is_found(kind, name, rank, step):
+    ranks = run(2, 2)
+    place = place_of(ranks[rank], name)
+
+    def spoil(slab):
+        slab[-1] *= 1 + 1e-7
+        return slab
+
+    verdict = judge(ALONE, change(ranks, name, kind, step, [rank], spoil))
+    assert place.stop > place.start
+    assert not verdict.ok
+    assert (verdict.first.step, verdict.first.kind, verdict.first.name) == (step, kind, name)
+
+
+@pytest.mark.parametrize("number", ["targets", "loss", "norm", "learning rate", "updates"])
+@pytest.mark.parametrize("ranks_off", [[0], [3], [0, 1, 2, 3]])
+def test_a_wrong_number_is_found_also_where_one_rank_reports_it(number, ranks_off):
+    ranks = spoiled(run(2, 2))
+    for rank in ranks_off:
+        ranks[rank][2].facts[number] *= 2
+    first = judge(ALONE, ranks).first
+    assert (first.step, first.kind) == (2, number)
+    if len(ranks_off) == 4:
+        assert (first.difference.factor, first.problem) == (2.0, "")
+    else:
+        assert "rank 0 reports" in first.problem
+
+
+def test_numbers_of_which_no_sum_of_floats_is_part_must_be_exact():
+    ranks = spoiled(run(2, 1))
+    for records in ranks:
+        records[1].facts["learning rate"] *= 1 + 1e-14
+        records[1].facts["loss"] *= 1 + 1e-14
+    assert [f.kind for f in judge(ALONE, ranks).findings if not f.ok] == ["learning rate"]
+
+
+def test_initial_weights_are_compared_before_the_first_step():
+    first = judge(ALONE, change(run(2, 1), "up", "weight", 0, [0, 1], lambda a: a + 1e-3)).first
+    assert (first.what, first.step) == ("initial weight of up", 1)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_of_a_tp_axis_must_compute_the_same_loss(rank):
+    ranks = spoiled(run(2, 2))
+    ranks[rank][1].facts["own loss"] += 1e-12
+    first = judge(ALONE, ranks).first
+    assert first.kind == "loss before it is summed"
+    assert first.split.axes == ("tp",)
+
+
+# ---------------------------------------------------------------------------------------------------------- replicas
+
+
+def test_weights_of_replicas_must_have_the_same_bits_and_gradients_must_be_within_the_bound():
+    nudge = lambda a: a * (1 + 1e-15)  # noqa: E731
+    first = judge(ALONE, change(run(2, 2), "norm", "weight", 1, [3], nudge)).first
+    assert first.difference.ok
+    assert first.problem.startswith("ranks 1 and 3 hold the same part and differ by")
+    assert judge(ALONE, change(run(2, 2), "norm", "gradient", 1, [3], nudge)).ok
+    assert not judge(ALONE, change(run(2, 2), "norm", "gradient", 1, [3], lambda a: a * (1 + 1e-9))).ok
+
+
+def test_a_sign_of_zero_is_a_difference_of_bits():
+    zeros = lambda sign: lambda a: np.full_like(a, sign * 0.0)  # noqa: E731
+    alone = change([ALONE], "norm", "weight", 1, [0], zeros(1.0))[0]
+    ranks = change(run(2, 1), "norm", "weight", 1, [0], zeros(1.0))
+    first = judge(alone, change(ranks, "norm", "weight", 1, [1], zeros(-1.0))).first
+    assert first.problem == "ranks 0 and 1 hold the same part and differ in their bits"
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "axes"),
+    [
+        ("norm", [1, 3], ("tp",)),
+        ("norm", [2, 3], ("edp",)),
+        ("norm", [3], ("edp", "tp")),
+        ("up", [2], ("edp",)),  # its tp neighbours hold other parts
+        ("scale", [1], ("edp", "tp")),
+    ],
+)
+def test_replicas_that_differ_name_the_axes_along_which_they_do(name, which, axes):
+    first = judge(ALONE, change(run(2, 2), name, "weight", 1, which, lambda a: a + 1e-3)).first
+    assert (first.name, first.split.axes) == (name, axes)
+
+
+def test_only_the_ranks_whose_part_is_wrong_are_named():
+    first = judge(ALONE, change(run(2, 2), "up", "gradient", 1, [1, 3], lambda a: 2 * a)).first
+    assert (first.name, first.ranks, first.problem) == ("up", (1, 3), "")
+    assert judge(ALONE, change(run(2, 2), "up", "gradient", 1, range(4), lambda a: 2 * a)).first.ranks == ()
+
+
+# ------------------------------------------------------------------------------------------------ what is not there
+
+
+def test_nothing_to_compare_is_not_equality():
+    assert not judge([], []).ok
+    assert not judge([], [[], []]).ok
+    assert not judge(ALONE[:1], [records[:1] for records in run(2, 1)]).ok
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_step_that_one_rank_lacks_is_found(rank):
+    ranks = spoiled(run(2, 1))
+    del ranks[rank][-1]
+    first = judge(ALONE, ranks).first
+    assert (first.step, first.problem) == (2, f"made on one rank alone, but not on rank {rank} of the layout")
+
+
+def test_a_step_that_only_the_layout_makes_is_found():
+    first = judge(ALONE[:-1], run(2, 1)).first
+    assert (first.step, first.problem) == (2, "made on ranks 0 1 of the layout, but not on one rank alone")
+
+
+def test_a_rank_without_any_record_is_found():
+    ranks = run(2, 1)
+    assert judge(ALONE, [ranks[0], []]).first.problem == "made on one rank alone, but not on rank 1 of the layout"
+
+
+def test_ranks_at_different_executors_are_found():
+    ranks = spoiled(run(2, 1))
+    ranks[1][2].facts["step"] = 3
+    assert "different executors" in judge(ALONE, ranks).first.problem
+
+
+def without(ranks, name, which):
+    """The run in which some ranks do not have a parameter at all."""
+    ranks = spoiled(ranks)
+    for rank in which:
+        place = place_of(ranks[rank], name)
+        for record in ranks[rank]:
+            for kind, vector in record.arrays.items():
+                record.arrays[kind] = np.delete(vector, place)
+        parameters = ranks[rank][0].facts["parameters"]
+        parameters[:] = [entry for entry in parameters if entry[0] != name]
+    return ranks
+
+
+def test_a_tensor_that_nobody_has_is_found():
+    for name in SHAPES:
+        first = judge(ALONE, without(run(1, 2), name, [0, 1])).first
+        assert (first.name, first.problem) == (name, "no rank of the layout has it")
+        (alone,) = without([ALONE], name, [0])
+        assert judge(alone, run(1, 2)).first.problem == "one rank alone has no such tensor"
+
+
+def test_a_part_that_nobody_holds_is_found():
+    first = judge(ALONE, without(run(1, 2), "up", [1])).first
+    assert (first.name, first.problem) == ("up", "no rank holds 16 of its 32 elements")
+
+
+def test_a_tensor_of_another_shape_is_found():
+    ranks = spoiled(run(2, 1))
+    for records in ranks:
+        (entry,) = (entry for entry in records[0].facts["parameters"] if entry[0] == "up")
+        entry[1:3] = [[8, 4], [[0, 8], [0, 4]]]
+    assert judge(ALONE, ranks).first.problem == "is (8, 4) in the layout, (4, 8) on one rank"
+    assert "is (8, 4) as a whole on one rank, (4, 8) on rank 1" in judge(ALONE, [ranks[0], run(2, 1)[1]]).first.problem
+
+
+def test_a_part_that_does_not_lie_in_the_tensor_is_found():
+    ranks = spoiled(run(1, 2))
+    (entry,) = (entry for entry in ranks[1][0].facts["parameters"] if entry[0] == "up")
+    entry[2] = [[0, 4], [6, 10]]
+    assert judge(ALONE, ranks).first.problem == "rank 1 holds a part of it that does not lie in (4, 8)"
+
+
+def test_a_kind_of_state_that_some_ranks_lack_is_found():
+    ranks = spoiled(run(2, 1))
+    del ranks[1][2].arrays["first_moment"]
+    first = judge(ALONE, ranks).first
+    assert (first.step, first.kind) == (2, "first_moment")
+    assert "rank 1 came to no end of the step" in first.problem
+    alone = spoiled([ALONE])[0]
+    del alone[1].arrays["first_moment"]
+    assert judge(alone, run(2, 1)).first.problem == "one rank alone has none"
+
+
+def test_a_vector_of_another_length_is_found():
+    ranks = spoiled(run(2, 1))
+    ranks[1][1].arrays["first_moment"] = ranks[1][1].arrays["first_moment"][:-1]
+    assert judge(ALONE, ranks).first.problem == "rank 1 keeps 68 numbers of it for 69 weights"
+
+
+def test_nan_is_found_and_comes_first_in_the_table():
+    ranks = change(run(2, 1), "up", "gradient", 2, [0, 1], lambda a: np.full_like(a, np.nan))
+    ranks = change(ranks, "norm", "weight", 1, [0, 1], lambda a: a * 1e9)
+    verdict = judge(ALONE, ranks)
+    assert verdict.worst()[0].what == "gradient of up"
+    assert verdict.first.what == "weight of norm"
+
+
+def test_the_table_has_each_tensor_at_its_worst_step():
+    ranks = change(run(2, 1), "up", "weight", 1, [0, 1], lambda a: a * (1 + 1e-8))
+    ranks = change(ranks, "up", "weight", 2, [0, 1], lambda a: a * (1 + 1e-6))
+    worst = judge(ALONE, ranks).worst()
+    assert (worst[0].what, worst[0].step) == ("weight of up", 2)
+    assert len({(f.kind, f.name) for f in worst}) == len(worst) == 5 + 5 + 3 * 5
+
+
+# ------------------------------------------------------------------------------------------------------------- noise
+
+
+def with_gradients(ranks, of):
+    """All ranks of a run without tp, with these gradients of `bias`: step -> vector."""
+    for step in (1, 2):
+        ranks = change(ranks, "bias", "gradient", step, range(len(ranks)), lambda a, step=step: of[step])
+    return ranks
+
+
+NOISE = {1: np.full(8, 3e-17), 2: np.full(8, -2e-17)}
+
+
+def test_a_weight_that_only_noise_moves_may_differ_by_a_few_such_moves():
+    zero = lambda a: np.zeros(8)  # noqa: E731
+    alone = change(with_gradients([ALONE], NOISE), "bias", "weight", 0, [0], zero)
+    alone = change(change(alone, "bias", "weight", 1, [0], lambda a: np.full(8, 2e-12)), "bias", "weight", 2, [0], zero)
+    ranks = with_gradients(run(2, 1), {1: -NOISE[1], 2: 2 * NOISE[1]})
+    ranks = change(change(ranks, "bias", "weight", 0, [0, 1], zero), "bias", "weight", 2, [0, 1], zero)
+    verdict = judge(alone[0], change(ranks, "bias", "weight", 1, [0, 1], lambda a: np.full(8, -5e-12)))
+    assert verdict.ok
+    assert verdict.excused.count == 8
+    assert verdict.excused.error == pytest.approx(7e-12)
+    # ... but not by many, not where replicas differ, and not where the layout's gradient is no noise
+    assert not judge(alone[0], change(ranks, "bias", "weight", 1, [0, 1], lambda a: np.full(8, -5e-11))).ok
+    assert not judge(alone[0], change(ranks, "bias", "weight", 1, [0], lambda a: np.full(8, -5e-12))).ok
+    real = with_gradients(ranks, {1: np.full(8, 1e-13), 2: NOISE[2]})
+    assert not judge(alone[0], change(real, "bias", "weight", 1, [0, 1], lambda a: np.full(8, -5e-12))).ok
+
+
+def test_what_decays_or_has_no_gradient_at_all_is_never_noise():
+    zero = lambda a: a * 0  # noqa: E731
+    for name, gradient in (("table", 1e-17), ("bias", 0.0)):
+        flat = lambda a, g=gradient: np.full_like(a, g)  # noqa: E731
+        alone, ranks = [ALONE], run(2, 1)
+        for step in (1, 2):
+            alone = change(alone, name, "gradient", step, [0], flat)
+            ranks = change(ranks, name, "gradient", step, [0, 1], flat)
+            alone = change(alone, name, "weight", step, [0], zero)
+            ranks = change(ranks, name, "weight", step, [0, 1], lambda a: a * 0 + 1e-12)
+        first = judge(alone[0], ranks).first
+        assert (first.kind, first.name) == ("weight", name)
+
+
+# ------------------------------------------------------------------------------------------------------------- hints
+
+
+def said(ranks, layout: str, alone=()):
+    first = judge(ALONE, ranks).first
+    return {hint.label: hint.text for hint in hints(first, parse(layout), [(parse(a), word) for a, word in alone])}
+
+
+def times(factor, dp=2, tp=1, name="up", kind="gradient"):
+    return change(run(dp, tp), name, kind, 1, range(dp * tp), lambda a: factor * a)
+
+
+def test_a_factor_of_two_over_an_axis_of_two_is_called_doubled():
+    found = said(times(2), "dp2")
+    assert found["how"] == "2 times the value everywhere: doubled over an axis of size 2 (dp)"
+    assert found["suspect"] == "dp"
+
+
+def test_factors_are_read_by_the_sizes_of_the_axes():
+    assert "1/2 of the value everywhere: not summed, or averaged, over an axis of size 2 (dp)" in said(
+        times(0.5), "dp2"
+    ).values()
+    assert said(times(4, 2, 4), "dp2,tp4")["how"].endswith("over an axis of size 4 (tp)")
+    assert said(times(2, 2, 2), "dp2,tp2")["how"].endswith("over an axis of size 2 (dp or tp)")
+    assert said(times(4, 2, 2), "dp2,tp2")["how"].endswith("over axes whose sizes multiply to 4")
+    assert said(times(3), "dp2")["how"] == "3 times the value everywhere"
+    assert said(times(0), "dp2")["how"].startswith("zero everywhere")
+    assert said(times(-1), "dp2")["how"].startswith("the sign is turned")
+    assert said(times(np.nan), "dp2")["how"].startswith("not a number")
+    assert "other factors elsewhere" in said(change(run(2), "up", "gradient", 1, [0, 1], lambda a: a + 1), "dp2")["how"]
+
+
+def test_a_norm_in_which_everything_is_counted_twice_is_the_root_of_two():
+    ranks = spoiled(run(2, 1))
+    for records in ranks:
+        records[1].facts["norm"] *= 2**0.5
+    assert "everything counted 2 times over an axis of size 2 (dp)" in said(ranks, "dp2")["how"]
+
+
+def test_replicas_decide_between_axes_that_a_factor_leaves_open():
+    ranks = change(run(2, 2), "norm", "gradient", 1, [1, 3], lambda a: 2 * a)
+    found = said(ranks, "dp2,tp2")
+    assert found["replicas"].endswith("along tp")
+    assert found["suspect"] == "tp"
+    assert said(times(2, 2, 2), "dp2,tp2")["suspect"] == "dp or tp"
+
+
+def test_axes_alone_decide_over_everything_else():
+    ranks = times(2, 2, 2)
+    assert said(ranks, "dp2,tp2", [("dp2", "equal"), ("tp2", "differs")])["suspect"] == "tp"
+    assert said(ranks, "dp2,tp2", [("dp2", "equal"), ("tp2", "failed")])["suspect"] == "tp"
+    assert said(ranks, "dp2,tp2,sp", [("dp2", "equal"), ("tp2", "equal"), ("tp2,sp", "differs")])["suspect"] == "tp2,sp"
+    assert said(ranks, "dp2,tp2", [("dp2", "differs"), ("tp2", "differs")])["suspect"] == "dp and tp"
+    assert said(ranks, "dp2,tp2", [("dp2", "equal"), ("tp2", "equal")])["suspect"].startswith("dp and tp together")
+    assert said(ranks, "tp4,sp", [("tp4", "equal")])["suspect"] == "sequence parallelism on tp"
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def test_records_come_back_from_a_file_bit_by_bit(tmp_path):
+    path = tmp_path / "records"
+    records = run(2, 2)[3]
+    records[1].facts["loss"] = float("nan")
+    records[2].arrays["weight"][0] = np.nan
+    with open(path, "wb") as file:
+        for record in records:
+            write(file, record)
+    back = list(read(path))
+    assert len(back) == len(records)
+    for mine, theirs in zip(back, records, strict=True):
+        assert str(mine.facts) == str(theirs.facts)
+        assert list(mine.arrays) == list(theirs.arrays)
+        assert all(mine.arrays[kind].tobytes() == theirs.arrays[kind].tobytes() for kind in mine.arrays)
+
+
+def test_a_file_that_was_cut_off_anywhere_is_read_up_to_its_last_whole_record(tmp_path):
+    path = tmp_path / "records"
+    file, ends = io.BytesIO(), [0]
+    for record in run()[0]:
+        write(file, record)
+        ends.append(file.tell())
+    data = file.getvalue()
+    for length in [*range(0, len(data), 37), *ends]:
+        path.write_bytes(data[:length])
+        assert len(list(read(path))) == sum(end <= length for end in ends) - 1
