@@ -99,6 +99,24 @@ def many_ranks(options: Options) -> Data:
         return take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp 2": {},
+    "tp 2": {"tp": 2},
+    "tp 2, sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "cp 2": {"cp": 2},
+}
+"""Ways to lay a model over two ranks."""
+
+
+def layouts(options: Options) -> Data:
+    """S on two ranks, the same global batch, in each layout."""
+    sides = [("mpitrain", task("S", ranks=2)._replace(**layout), {}) for layout in LAYOUTS.values()]
+    with on_cores(2), alive(*sides) as started:
+        turns = {name: Turn(processes) for name, processes in zip(LAYOUTS, started, strict=True)}
+        same = [(name, "dp 2") for name in LAYOUTS if name != "dp 2"]
+        return take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same, watch=True)
+
+
 @contextlib.contextmanager
 def on_cores(number: int) -> Iterator[None]:
     """Whatever is started inside runs on so many cores, if there are more."""
@@ -138,6 +156,7 @@ MEASUREMENTS: dict[str, Callable[[Options], Data]] = {
     "step": lambda options: child("step_split.py", options),
     "two ranks": two_ranks,
     "many ranks": many_ranks,
+    "layouts": layouts,
     "memory S": lambda options: peak_memory.measure("S", rounds=options.rounds),
     "memory M": lambda options: peak_memory.measure("M", rounds=options.rounds),
     "first line": lambda options: first_line.measure(options.rounds),

@@ -68,18 +68,19 @@ class Processes:
             self.close()
             raise
 
-    def run(self, steps: int, warm: int, batch: int | None = None) -> dict[str, Any]:
+    def run(self, steps: int, warm: int, batch: int | None = None, watch: bool = False) -> dict[str, Any]:
         """Run steps on all processes; the slowest one's time counts.
 
         Args:
             steps: that are timed.
             warm: steps before them.
             batch: sequences of the global batch; the task's where left out.
+            watch: make the steps once more, to see which share of them stands in messages (mpitrain only).
         """
         load = machine.Load()
         size = self.task.batch if batch is None else batch
         for file in self._files:
-            file.write(json.dumps({"run": steps, "warm": warm, "batch": size}) + "\n")
+            file.write(json.dumps({"run": steps, "warm": warm, "batch": size, "watch": watch}) + "\n")
             file.flush()
         replies = [self._read(file) for file in self._files]
         seconds = max(reply["seconds"] for reply in replies)
@@ -91,6 +92,7 @@ class Processes:
             "loss": losses[0] if self._loss_is_whole else sum(losses),
             "faults_per_step": max(reply["faults"] for reply in replies),
             "peak_bytes": sum(reply["peak_bytes"] for reply in replies),
+            **({"in_messages": max(reply["in_messages"] for reply in replies)} if watch else {}),
             **load.report(own=sum(reply["cpu_in_all"] for reply in replies)),
         }
 

@@ -151,6 +151,21 @@ def eight_on_two(data: Data) -> Figure:
     return spread(divided(eight, two), mine=texts[0], note=f"two ranks {texts[1]}")
 
 
+def against_replicas(*sides: str) -> Callable[[Data], Figure]:
+    """Tokens/s of the first layout over two replicas', and of others in the note."""
+
+    def figure(data: Data) -> Figure:
+        other = column(data, "dp 2", "tokens_per_s")
+        ratios = {side: divided(column(data, side, "tokens_per_s"), other) for side in sides}
+        stood = {side: statistics.median(column(data, side, "in_messages")) for side in (*sides, "dp 2")}
+        words = [f"{side} {statistics.median(ratios[side]):.2f}" for side in sides[1:]]
+        words += [f"in messages: {', '.join(f'{side} {100 * share:.0f} %' for side, share in stood.items())}"]
+        texts = [f"{statistics.median(of):,.0f} tokens/s" for of in (column(data, sides[0], "tokens_per_s"), other)]
+        return spread(ratios[sides[0]], mine=texts[0], note=f"dp 2 {texts[1]}; {'; '.join(words)}")
+
+    return figure
+
+
 def memory(data: Data) -> Figure:
     def of(side: str, kind: str) -> list[float]:
         return [run[kind] for run in data["rounds"][side]]
@@ -239,6 +254,15 @@ ROWS = (
     Row("ddp", "2 ranks x 1 thread against DDP with gloo, 2 processes", "two ranks", against_ddp, 1.12, 1.25),
     Row("scaling", "scaling 1 -> 2 ranks", "two ranks", scaling, 1.9, 1.97),
     Row("eight", "8 ranks on 2 cores against 2 ranks, same tokens", "many ranks", eight_on_two, 0.70, 0.85),
+    Row(
+        "tp",
+        "tp 2 against dp 2, S, same global batch, 2 cores",
+        "layouts",
+        against_replicas("tp 2", "tp 2, sequence parallel"),
+        0.80,
+        None,
+    ),
+    Row("cp", "cp 2 against dp 2, S, same global batch, 2 cores", "layouts", against_replicas("cp 2"), 0.80, None),
     Row("faults", "page faults a step", "S", page_faults, 10, 0, False, "faults"),
     Row("memory-S", "peak memory, S, against PyTorch", "memory S", memory, 0.7, 0.5, False),
     Row("memory-M", "peak memory, M, against PyTorch", "memory M", memory, 0.85, 0.65, False),

@@ -39,7 +39,11 @@ SIZES = {
 
 
 class Task(NamedTuple):
-    """What both sides train.  batch: sequences of the global batch; ranks: processes of each side."""
+    """What both sides train.
+
+    batch: sequences of the global batch; ranks: processes of each side; tp, cp, sequence_parallel: how mpitrain lays
+    the model over them, dp being what is left.
+    """
 
     layers: int
     width: int
@@ -49,6 +53,9 @@ class Task(NamedTuple):
     ranks: int
     dropout: float
     dtype: str
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def config(self) -> GPTConfig:
@@ -69,12 +76,14 @@ SEED = 1
 class Side(NamedTuple):
     """A training that stands ready.
 
-    rank: of this process; step: trains on this rank's rows of a global batch with so many targets and returns a loss;
-    meet: a meeting of its ranks; total: whether that loss is the whole one on every rank, else the sum over ranks is;
-    before_model: bytes resident when everything was imported and the text was read; kernels: the level that computes.
+    share: which rows of a batch it trains on, as (rank, number of ranks) over which rows are divided; positions: which
+    tokens of them, None for all; step: trains on this rank's part of a global batch with so many targets and returns a
+    loss; meet: a meeting of its ranks; total: whether that loss is the whole one on every rank, else the sum over ranks
+    is; before_model: bytes resident when everything was imported and the text was read; kernels: the level in use.
     """
 
-    rank: int
+    share: tuple[int, int]
+    positions: np.ndarray | None
     step: Callable[[Batch, int], float]
     meet: Callable[[], None]
     total: bool
@@ -96,12 +105,20 @@ def mpitrain_side(task: Task) -> Side:
     everyone = world()
     assert everyone.size == task.ranks, (everyone.size, task.ranks)
     before_model = resident("VmRSS")
-    mesh = Mesh(everyone, dp=task.ranks)
-    model = GPT(task.config, mesh, seed=SEED, dtype=np.dtype(task.dtype))
+    mesh = Mesh(everyone, tp=task.tp, cp=task.cp)
+    layout = {"sequence_parallel": task.sequence_parallel}
+    model = GPT(task.config, mesh, seed=SEED, dtype=np.dtype(task.dtype), **layout)
     optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     executor = Executor(model, optimizer, mesh, with_update(one_stage(1)), clip=CLIP)
-    rank, level = mesh.dp.rank, kernels.level()
-    return Side(rank, lambda batch, _: executor.step(batch), everyone.barrier, True, before_model, level)
+    return Side(
+        (mesh.dp.rank, mesh.dp.size),
+        model.positions_here,
+        lambda batch, _: executor.step(batch),
+        everyone.barrier,
+        True,
+        before_model,
+        kernels.level(),
+    )
 
 
 def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
@@ -126,7 +143,15 @@ def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
     # The twin took its values from a model of mpitrain, which is gone; its peak must not count as PyTorch's.
     Path("/proc/self/clear_refs").write_text("5")
     meet = dist.barrier if task.ranks > 1 else lambda: None
-    return Side(rank, lambda batch, targets: trainer.step(batch, targets).item(), meet, False, before_model, "torch")
+    return Side(
+        (rank, task.ranks),
+        None,
+        lambda batch, targets: trainer.step(batch, targets).item(),
+        meet,
+        False,
+        before_model,
+        "torch",
+    )
 
 
 def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
@@ -139,13 +164,13 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 
-    reply(rank=side.rank, total=side.total, before_model=side.before_model, kernels=side.kernels)
+    reply(total=side.total, before_model=side.before_model, kernels=side.kernels)
     for line in commands:
         command = json.loads(line)
         if "stop" in command:
             return
         warm, steps, size, begun = command["warm"], command["run"], command["batch"], _usage()
-        batches = [tokens.batch_at(done + i, size, side.rank, task.ranks) for i in range(warm + steps)]
+        batches = [tokens.batch_at(done + i, size, *side.share).part(side.positions) for i in range(warm + steps)]
         done += warm + steps
         targets = size * task.seq_len
         for batch in batches[:warm]:
@@ -154,7 +179,9 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         before, start = _usage(), time.perf_counter()
         losses = [side.step(batch, targets) for batch in batches[warm:]]
         seconds, after = time.perf_counter() - start, _usage()
+        in_messages = share_in_messages(batches[warm:], side, targets) if command.get("watch") else None
         reply(
+            in_messages=in_messages,
             seconds=seconds,
             cpu=after.cpu - before.cpu,
             cpu_in_all=after.cpu - begun.cpu,
@@ -162,6 +189,14 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
             peak_bytes=resident("VmHWM"),
             loss=losses[-1],
         )
+
+
+def share_in_messages(batches: list[Batch], side: Side, targets: int) -> float:
+    """The share of a step's time that this rank stands in messages, of the same steps once more."""
+    from mpitrain.debug.ledger import share_in_messages as share
+
+    left = iter(batches)
+    return share(lambda: side.step(next(left), targets), len(batches))
 
 
 class Usage(NamedTuple):

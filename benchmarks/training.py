@@ -42,6 +42,7 @@ def take_turns(
     steps: int | None = None,
     same: Sequence[tuple[str, str]] = (),
     peak: Callable[[], float] | None = None,
+    watch: bool = False,
 ) -> dict[str, Any]:
     """Measure.
 
@@ -52,6 +53,7 @@ def take_turns(
         steps: counted steps, in place of `stretch`.
         same: pairs of turns whose losses must agree after their first steps.
         peak: measures the flops a second that one core can do.
+        watch: see also which share of the steps stands in messages (mpitrain's turns only).
 
     Returns:
         rounds: name -> one result a round (`Processes.run`); steps: name -> counted steps; peaks: what `peak` gave.
@@ -68,7 +70,7 @@ def take_turns(
     for number in range(rounds):
         for name in list(turns) if number % 2 == 0 else list(reversed(turns)):
             turn = turns[name]
-            runs[name].append(turn.processes.run(counted[name], 1, turn.batch))
+            runs[name].append(turn.processes.run(counted[name], 1, turn.batch, watch))
             if peak is not None:
                 peaks.append(peak())
     return {"rounds": runs, "steps": counted, "peaks": peaks}

@@ -295,8 +295,8 @@ def _check(config: Config) -> None:
         )
     if config.kv_heads is not None and heads % config.kv_heads:
         raise ConfigError(
-            f"--heads {heads} is not divisible by --kv-heads {config.kv_heads}: every head of keys and values serves as "
-            "many heads of queries."
+            f"--heads {heads} is not divisible by --kv-heads {config.kv_heads}: every head of keys and values serves "
+            "as many heads of queries."
         )
     if batch % microbatches:
         near = max(microbatches, round(batch / microbatches) * microbatches)
@@ -351,8 +351,8 @@ def _check_heads(config: Config) -> None:
     here = heads // tp, max(1, groups // tp)
     if config.cp_attention == "ulysses" and (here[0] % config.cp or here[1] % config.cp):
         raise ConfigError(
-            f"--cp-attention ulysses cuts heads: {here[0]} heads of queries and {here[1]} of keys a rank of --tp are not "
-            f"both divisible by --cp {config.cp}.  Take --cp-attention ring, which cuts none."
+            f"--cp-attention ulysses cuts heads: {here[0]} heads of queries and {here[1]} of keys a rank of --tp are "
+            f"not both divisible by --cp {config.cp}.  Take --cp-attention ring, which cuts none."
         )
 
 

@@ -10,6 +10,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
 from mpitrain.models.gpt import GPT
+from mpitrain.plan.traffic import Step, traffic
 
 
 def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) -> list[tuple[str, str]]:
@@ -38,9 +39,27 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
             if world.size > 1
             else "none: one rank",
         ),
+        *([("traffic", _traffic(config, mesh, model))] if world.size > 1 else []),
         ("corpus", str(corpus)),
         ("run", str(folder)),
     ]
+
+
+def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
+    """What this rank sends in a step, by axis."""
+    step = Step(
+        model.config,
+        config.batch,
+        config.microbatches,
+        model.flats[0].weights.dtype,
+        dp=mesh.dp.size,
+        tp=mesh.tp.size,
+        cp=mesh.cp.size,
+        sequence_parallel=config.sequence_parallel,
+        cp_attention=config.cp_attention,
+        tp_rank=mesh.tp.rank,
+    )
+    return str(traffic(step))
 
 
 def _heads(config: Config) -> str:

@@ -36,7 +36,9 @@ from mpitrain.config import Config
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
+from mpitrain.debug.states import StateChecker
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.events import listen
 from mpitrain.metrics import MetricsWriter, read_metrics
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
@@ -188,7 +190,8 @@ class Training:
         metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
         clock = Clock(config.batch * config.seq_len)
         batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last, self.model.positions_here)
-        with metrics or contextlib.nullcontext():
+        checker = StateChecker(self.model.parameters(), self.mesh) if config.check else None
+        with metrics or contextlib.nullcontext(), listen(checker) if checker else contextlib.nullcontext():
             for step, batch in enumerate(batches, start=done + 1):
                 self.executor.step(batch)
                 clock.tick()

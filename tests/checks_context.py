@@ -216,7 +216,7 @@ def single_and_half_precision(world: World) -> None:
 def messages_above_the_eager_limit(world: World) -> None:
     """Blocks of 1 MiB: a blocking send would wait for ever."""
     axis = cp_of(world)
-    p = problem(axis.size, 2 * axis.size, 2 * axis.size, b=1, chunk=-(-512 // (4 * axis.size)), d=64)
+    p = problem(axis.size, 2 * axis.size, 2 * axis.size, b=1, chunk=-(-64 // axis.size), d=256)
     for way in WAYS:
         equals_dense(p, axis, way)
 

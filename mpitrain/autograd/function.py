@@ -61,11 +61,17 @@ class Function:
     forward: ClassVar[Any]
     backward: ClassVar[Any]
 
+    _title: ClassVar[str] = "function"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name = cls.__name__
+        cls._title = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
     @classmethod
     def title(cls) -> str:
         """The name that tapes and events print: the class name in snake_case."""
-        name = cls.__name__
-        return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+        return cls._title
 
     @classmethod
     def apply(cls, *inputs: Any, **static: Any) -> Any:

@@ -5,9 +5,9 @@
     x = x + drop(down(gelu(up(norm2(x)))))
     loss = sum over targets of cross_entropy(head(norm(x)))
 
-It is built from parallel layers, which on axes of one rank are the serial ones: there is no second, serial model.  Heads
-and hidden units are cut over tp, the vocabulary too; tokens of a sequence over cp; with sequence parallelism the stream
-between the regions over tp as well.
+It is built from parallel layers, which on axes of one rank are the serial ones: there is no second, serial model.
+Heads, hidden units and the vocabulary are cut over tp, the tokens of a sequence over cp; with sequence parallelism the
+stream between the layers over tp as well.
 
 Initial values: matrices are normal with standard deviation 1 / sqrt(fan-in), those that end a residual branch are
 divided by sqrt(2 L) more; an untied token table is normal with 0.5 and the learned positions start as sinusoids of the
@@ -31,7 +31,7 @@ from mpitrain.backend import Array, to_device, to_host
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ShapeError
-from mpitrain.models.transformer import Block, Cuts, GPTConfig, Pass
+from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Dropout, LayerNorm
 from mpitrain.nn.module import Module
@@ -110,7 +110,7 @@ class GPT(Module):
         )
         self.materialize(mesh, seed, dtype, xp)
 
-    def logits(self, inputs: Array, this: Pass = Pass()) -> Tensor:
+    def logits(self, inputs: Array, this: Pass = PLAIN) -> Tensor:
         """Scores of the next token.
 
         Args:

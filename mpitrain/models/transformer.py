@@ -100,17 +100,23 @@ class Pass(NamedTuple):
     documents: Array | None = None
 
 
+PLAIN = Pass()
+"""Whole sequences are here, and nothing is dropped."""
+
+
 class Attention(Module):
     """Causal self-attention, heads cut over the tp axis, tokens over cp.
 
-    x (b, s, width) Invariant -> (b, s, width) Invariant on tp (with sequence parallelism both (b, s/t, width), Shard(1)),
-    without the last bias, which the block adds.  The columns of the fused projection lie as (head, q|k|v, dim), so that a
-    cut into equal column blocks gives each rank whole heads.
+    x (b, s, width) Invariant on tp -> (b, s, width) Invariant, without the last bias, which the block adds; with
+    sequence parallelism both are (b, s/t, width), Shard(1).  The columns of the fused projection lie as
+    (head, q|k|v, dim), so that a cut into equal column blocks gives each rank whole heads.
     """
 
     def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
         super().__init__(name)
         tp, width = cuts.mesh.tp, config.width
+        if width % config.heads:
+            raise ShapeError(f"{name}: width {width} is not divisible by {config.heads} heads.")
         if config.heads % tp.size:
             raise ShapeError(f"{name}: {config.heads} heads are not divisible by axis tp of size {tp.size}.")
         self.cp = cuts.mesh.cp

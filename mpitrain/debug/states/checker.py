@@ -23,7 +23,7 @@ from mpitrain.debug.states import arrows, report
 from mpitrain.debug.states.digests import Digests, digest
 from mpitrain.debug.states.known import BatchArrays, Known, Place, of_parameter, outside
 from mpitrain.debug.states.mixing import Call, Mismatch
-from mpitrain.debug.states.rules import MOVES, PICKS, check_shape, rule_of
+from mpitrain.debug.states.rules import PICKS, VIEWS, check_shape, rule_of
 from mpitrain.events import Event
 from mpitrain.nn.parameter import Parameter
 from mpitrain.spec import INVARIANT, MERGED_AXES, PARTIAL, REPLICATE, State
@@ -206,7 +206,7 @@ class StateChecker:
             slots = self._slots.setdefault(tape, {})
             slots.update((slot, x) for slot, x in zip(node.inputs, known, strict=True) if x is not None and slot >= 0)
             slots.update(dict.fromkeys(node.outputs, result))
-        if function not in MOVES:
+        if function not in VIEWS:
             arrays = [y.data for y in outputs]
             self._note(arrays, filter(result.is_same, self._axes), partial(report.value, result))
 
@@ -224,7 +224,7 @@ class StateChecker:
         """Note digests of the gradients that should be the same everywhere."""
         node: Node = info["node"]
         slots = self._slots.get(info["tape"])
-        if slots is None or node.function in MOVES:
+        if slots is None:
             return
         result = slots[node.outputs[0]]
         for slot, grad in zip(node.inputs, info["grads"], strict=True):

@@ -314,8 +314,8 @@ RULES: Mapping[type[Function], Rule] = MappingProxyType(
 PICKS = (index.Getitem, index.Take, index.GatherAlong)
 """Ops whose index may be another on every rank: of a Replicate value each may pick a part of its own."""
 
-MOVES = (shape.Reshape, shape.Transpose)
-"""Ops that only say how an array is looked at: of them no digest is needed, there and back."""
+VIEWS = (shape.Reshape, shape.Transpose, collectives.Copy)
+"""Ops whose value is that of their input, which has a digest already."""
 
 
 def rule_of(function: type[Function]) -> Rule:

@@ -140,10 +140,13 @@ def attention(
     Raises:
         ShapeError: sizes that do not go together, as in `check`, or `documents` or `rows` of another shape.
 
-    Cost: bytes sent by each rank, B being those of this rank's k and v together and b' of their gradients in at least
-        float32: ring (c-1) B forward, (c-1) B + c b' backward; ulysses (c-1)/c of qkv and of the result, both ways;
-        rsa as ring forward, (c-1) (B + b') backward.  Memory for backward: 1/c of one rank's; rsa keeps the
-        probabilities besides, (b, heads, s/c, s).
+    Cost: with k and v of this rank together B bytes, and B' in at least float32, each rank sends
+
+            ring       (c-1) B forward, (c-1) B + c B' backward, behind the computing
+            ulysses    (c-1)/c of qkv's bytes and of the result's, both ways
+            rsa        (c-1) B forward, (c-1) (B + B') backward
+
+        and keeps for backward 1/c of what one rank would; rsa also the probabilities, (b, heads, s/c, s).
     """
     b, length, width = qkv.shape
     s = length * axis.size

@@ -5,9 +5,9 @@
     ring 2    the ranks' values come by:   y += P[:, block j] v_j
 
 Backward is the same with the rings in the other order: values for dP, keys for dq.  What each rank adds to the
-gradients of all keys and values is summed and given back by one reduce-scatter (the paper all-reduces, at twice the
-bytes).  The rows of probabilities stay until backward: they are s/c long one way and s the other, so unlike in `ring`
-memory grows with the square of the sequence.  This one is here to be read, and to compare with.
+gradients of all keys, and of all values, is summed and given back by a reduce-scatter (the paper all-reduces, at twice
+the bytes).  The rows of probabilities stay until backward: they are s/c long one way and s the other, so unlike in
+`ring` memory grows with the square of the sequence.  This one is here to be read, and to compare with.
 
 Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", arXiv:2105.13120.
 """

@@ -1,0 +1,222 @@
+"""The GPT and its trainer under the state checker: no alarm on any layout, and bugs of whole programs are found."""
+
+import re
+import sys
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the layouts are
+from checks_layouts import SIZES, layouts, name_of, with_documents
+
+from mpitrain import collectives
+from mpitrain.autograd import ops
+from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import world
+from mpitrain.data.corpus import Corpus
+from mpitrain.data.tokens import Tokens
+from mpitrain.debug.states import StateChecker
+from mpitrain.errors import StateError
+from mpitrain.events import listen
+from mpitrain.models.gpt import GPT
+from mpitrain.models.mlp import MLP
+from mpitrain.optim.sgd import Sgd
+from mpitrain.parallel import tensor, vocabulary
+from mpitrain.parallel.data import BucketedReducer
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.passes import with_update
+from mpitrain.pipeline.schedules import one_stage
+
+AXIS = ContextVar("axis")  # of the rank, for a patched method
+SMALL = replace(SIZES, layers=1)
+NUMBERS = (np.arange(2000) * 7919 % 104729 % SIZES.vocab).astype(np.uint16)
+TOKENS = Tokens(Corpus(NUMBERS[:1800], NUMBERS[1800:], SIZES.vocab, "bytes", "numbers", (), (), ""), SIZES.seq_len)
+
+
+def run(ranks, *, sizes=SMALL, sp=False, kind="ring", micros=1, batch=8, documents=False, steps=1, meddle=None, **axes):
+    """Train under the checker: what each rank is told, and the losses; `meddle(model, mesh, step)` before each step."""
+
+    def main():
+        mesh = Mesh(world(), **axes)
+        model = GPT(sizes, mesh, sequence_parallel=sp, cp_attention=kind, seed=3, dtype=np.float64)
+        reducer = BucketedReducer(model.flats, mesh, 4096)
+        executor = Executor(
+            model, Sgd(model.parameters(), lr=0.1), mesh, with_update(one_stage(micros)), reducer=reducer
+        )
+        losses = []
+        with listen(StateChecker(model.parameters(), mesh)):
+            for step, rows in enumerate(TOKENS.batches(batch, mesh.dp.rank, mesh.dp.size, stop_step=steps)):
+                if meddle is not None:
+                    meddle(model, mesh, step)
+                rows = with_documents(rows) if documents else rows
+                try:
+                    losses.append(executor.step(rows.part(model.positions_here)))
+                    executor.evaluate([rows.part(model.positions_here)])
+                except StateError as error:
+                    return str(error), losses
+        return "", losses
+
+    return LocalWorld(ranks).run(main)
+
+
+def told(ranks, **how):
+    """The one thing that all ranks are told."""
+    texts = {text for text, _ in run(ranks, **how)}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+# ------------------------------------------------------------------------------------------------------ no false alarm
+
+PLAIN = [(n, layout) for n in (1, 2, 4) for layout in layouts(n)]
+MORE = [
+    (8, {"dp": 2, "tp": 2, "cp": 2, "sp": True, "micros": 2}),
+    (4, {"cp": 2, "tp": 2, "kind": "ulysses"}),
+    (4, {"cp": 2, "tp": 2, "kind": "rsa", "sp": True}),
+    (4, {"tp": 2, "cp": 2, "documents": True}),
+    (8, {"tp": 8, "sp": True, "batch": 1}),  # one head a rank, one row
+    (4, {"dp": 4, "batch": 4}),
+    (4, {"tp": 4, "sizes": replace(SMALL, kv_heads=1, tied=True)}),
+    (4, {"tp": 4, "sizes": replace(SMALL, kv_heads=2), "sp": True}),
+    (2, {"tp": 2, "sizes": replace(SMALL, kv_heads=2)}),
+    (4, {"tp": 4, "sizes": replace(SMALL, vocab=17, tied=True)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"), PLAIN + MORE, ids=[f"{name_of(how)[:60]} {i}" for i, (_, how) in enumerate(PLAIN + MORE)]
+)
+def test_a_layout_of_the_gpt_raises_no_alarm(ranks, how):
+    assert told(ranks, steps=2, **how) == ""
+
+
+def test_the_checker_changes_no_bit():
+    watched = [losses for _, losses in run(4, tp=2, cp=2, sp=True, steps=3)]
+    with mock.patch.object(StateChecker, "__call__"):
+        alone = [losses for _, losses in run(4, tp=2, cp=2, sp=True, steps=3)]
+    assert watched == alone
+    assert len(watched[0]) == 3
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
+def test_a_classifier_whose_batch_is_of_another_dtype_raises_no_alarm(axes):
+    class Samples:
+        def __init__(self, rank, dtype):
+            self.inputs = np.random.default_rng(rank).standard_normal((6, 4)).astype(dtype)
+            self.targets = np.arange(6) % 3
+            self.count = 6
+
+        def split(self, parts):
+            return [self]
+
+    class Classifier(MLP):
+        def forward(self, batch):
+            batch.inputs = batch.inputs.astype(np.float64)
+            return super().forward(batch)
+
+    def main():
+        mesh = Mesh(world(), **axes)
+        model = Classifier([4, 8, 3], mesh, dtype=np.float64)
+        executor = Executor(model, Sgd(model.parameters(), lr=0.1), mesh, with_update(one_stage(1)))
+        with listen(StateChecker(model.parameters(), mesh)):
+            return [executor.step(Samples(mesh.dp.rank, np.float32)) for _ in range(2)]
+
+    losses = LocalWorld(axes.get("dp", 1) * axes.get("tp", 1)).run(main)
+    assert len(set(map(tuple, losses))) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ bugs by rule
+
+
+def test_a_layer_that_leaves_out_its_sum_is_found_in_the_model():
+    with mock.patch.object(tensor, "leave", lambda y, axis, sp: y):
+        text = told(2, tp=2)
+    assert re.match(
+        r"at \w+\.py:\d+: residual_norm of a Partial value over tp; an all_reduce or reduce_scatter is", text
+    )
+    assert "(from linear at tensor.py:" in text
+    assert "\n  in blocks.0" in text
+
+
+def test_a_layer_that_leaves_out_its_copy_is_found_in_the_model():
+    with mock.patch.object(tensor, "enter", lambda x, axis, sp: x):
+        text = told(2, tp=2)
+    assert "linear of an Invariant and a Shard(2) value over tp; a copy of the Invariant one is missing" in text
+    assert "\n  in blocks.0.attention.qkv: " in text
+
+
+def test_a_lookup_that_is_not_summed_is_found():
+    with mock.patch.object(vocabulary, "leave", lambda y, axis, sp: y):
+        assert "add of a Partial value and an Invariant one over tp" in told(2, tp=2)
+
+
+def test_a_head_without_its_gather_is_found():
+    with mock.patch.object(vocabulary, "enter", lambda x, axis, sp: x):
+        assert "linear of a Shard(1) and a Shard(2) value over tp" in told(2, tp=2, sp=True)
+
+
+def test_a_serial_loss_of_a_cut_vocabulary_is_found():
+    serial = lambda logits, targets, axis, *, vocab: ops.softmax_cross_entropy(logits, targets % 8)  # noqa: E731
+    with mock.patch("mpitrain.models.gpt.cross_entropy", serial):
+        assert "softmax_cross_entropy over the classes of a Shard(2) value over tp" in told(2, tp=2)
+
+
+def test_serial_attention_over_cut_sequences_is_found():
+    serial = lambda qkv, heads, kv_heads, axis, kind, **how: ops.attention(qkv, heads, kv_heads)  # noqa: E731
+    with mock.patch("mpitrain.parallel.context.attention", serial):
+        text = told(2, cp=2)
+    assert (
+        "attention among the tokens of a Shard(1) value, a part of each sequence over cp; attention over axis cp is"
+        in text
+    )
+
+
+def test_a_loss_that_is_summed_over_the_data_axes_by_the_model_is_found():
+    forward = GPT.forward
+    sum_over_dp = lambda model, batch: collectives.all_reduce(forward(model, batch), AXIS.get())  # noqa: E731
+    with mock.patch.object(GPT, "forward", sum_over_dp):
+        text = told(2, dp=2, meddle=lambda model, mesh, step: AXIS.set(mesh.dp))
+    assert "the loss is Invariant over dp where it leaves, but must be Partial, the sum over this rank's tokens" in text
+    assert "this all_reduce is doubled: the executor sums over the ranks" in text
+
+
+# ------------------------------------------------------------------------------------------- bugs that no rule can see
+
+
+def test_a_dropout_stream_that_is_another_on_one_rank_is_found_at_its_op():
+    """C36."""
+
+    def meddle(model, mesh, step):
+        if mesh.tp.rank:
+            model.blocks[0].drop1.name = "drop"
+
+    text = told(2, tp=2, meddle=meddle)
+    assert (
+        "in blocks.0: the value of residual_norm is Invariant over tp, but rank 1 holds another one than rank 0" in text
+    )
+
+
+def test_replicas_that_drift_apart_are_found_at_the_parameter():
+    """T4.3."""
+
+    def meddle(model, mesh, step):
+        if step == 1 and mesh.dp.rank == 2:
+            model.norm.weight.data[0] *= 1 + 1e-15
+
+    texts = {text for text, losses in run(4, dp=4, steps=3, meddle=meddle) if len(losses) == 1}
+    assert texts == {
+        "norm.weight is Replicate over dp, but rank 2 holds another one than ranks 0, 1, 3.\n"
+        "  Of all such values it is the first that differs."
+    }
+
+
+def test_a_copy_without_its_backward_is_found_in_the_model(monkeypatch):
+    monkeypatch.setattr(collectives.Copy, "backward", staticmethod(lambda grad, *, wanted, axis: (grad,)))
+    text = told(2, tp=2)
+    assert "in head: copy.backward, the gradient of the value of layer_norm at " in text
+    assert "is Invariant over tp, but rank 1 holds another one than rank 0" in text
