@@ -64,6 +64,31 @@ def test_the_same_run_on_another_number_of_ranks_has_the_same_curve_and_sample(t
     assert (tmp_path / "1" / "sample.txt").read_text() == (tmp_path / "4" / "sample.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, ["--tp", "2"]),
+        (8, ["--tp", "2", "--cp", "2", "--sequence-parallel", "--microbatches", "3", "--check"]),
+        (4, ["--cp", "2", "--cp-attention", "ulysses", "--tied"]),
+        (4, ["--tp", "4", "--heads", "4", "--kv-heads", "2"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_same_run_in_another_layout_has_the_same_curve_and_sample(tmp_path, text, ranks, layout):
+    model = [word for flag in ("--tied", "--heads", "--kv-heads") for word in _with_value(layout, flag)]
+    flags = ["--steps", "5", "--dtype", "float64", "--eval-every", "2"]
+    train(1, tmp_path / "one", text, *flags, *model)
+    train(ranks, tmp_path / "all", text, *flags, *layout)
+    for one, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "all"), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+    assert (tmp_path / "one" / "sample.txt").read_text() == (tmp_path / "all" / "sample.txt").read_text()
+
+
+def _with_value(layout, flag):
+    at = layout.index(flag) if flag in layout else None
+    return [] if at is None else layout[at : at + (1 if flag == "--tied" else 2)]
+
+
 @pytest.mark.parametrize("stop", [1, 4, 6])
 def test_stopping_and_going_on_gives_the_same_bits(tmp_path, text, stop):
     flags = ["--steps", "7", "--save-every", "7", "--eval-every", "3"]
@@ -131,6 +156,19 @@ def test_a_checkpoint_also_loads_on_another_number_of_ranks(tmp_path, text):
         assert one == pytest.approx(other, rel=1e-10)
 
 
+@pytest.mark.parametrize("tied", [[], ["--tied"]], ids=["untied", "tied"])
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path, text, tied):
+    """C34: three ranks hold 86, 86 and 84 of 256 words each; one rank goes on, and then eight in another layout."""
+    flags = ["--steps", "8", "--dtype", "float64", "--heads", "6", "--width", "24", "--seq-len", "24", *tied]
+    train(1, tmp_path / "whole", text, *flags)
+    train(3, tmp_path / "parts", text, *flags, "--tp", "3", "--sequence-parallel", "--stop-after", "3")
+    go_on = [*flags, "--resume", "latest", "--no-sequence-parallel"]
+    train(1, tmp_path / "parts", text, *go_on, "--tp", "1", "--stop-after", "5")
+    train(8, tmp_path / "parts", text, *go_on, "--tp", "2", "--cp", "2", "--dp", "2")
+    for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
 def test_a_budget_is_turned_into_steps_once_and_written_down(tmp_path, text):
     run = tmp_path / "run"
     train(2, run, text, "--budget", "1", "--stop-after", "2")
@@ -153,6 +191,13 @@ def test_a_budget_is_turned_into_steps_once_and_written_down(tmp_path, text):
         (["--data", "missing.txt"], DataError, "missing.txt"),
         (["--resume", "latest"], CheckpointError, "no complete checkpoint"),
         (["--steps", "0"], ConfigError, "--steps 0"),
+        (["--tp", "3"], MeshError, "--tp 3 needs a multiple of 3 ranks"),
+        (["--tp", "4"], ConfigError, "--heads 2 is not divisible by --tp 4"),
+        (["--cp", "4", "--seq-len", "12"], ConfigError, "--seq-len 12 is not divisible by 8"),
+        (["--tp", "2", "--sequence-parallel", "--seq-len", "7"], ConfigError, "--seq-len 7 is not divisible by 2"),
+        (["--cp", "4", "--cp-attention", "ulysses"], ConfigError, "not both divisible by --cp 4"),
+        (["--kv-heads", "3"], ConfigError, "--kv-heads 3"),
+        (["--heads", "4", "--tp", "4", "--kv-heads", "4", "--dp", "2"], MeshError, "--dp 2 --tp 4 needs 8 ranks"),
     ],
 )
 def test_a_mistake_is_refused_on_every_rank_and_leaves_nothing(tmp_path, text, flags, error, words):
