@@ -78,6 +78,47 @@ def collectives_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def layout_words_table() -> str:
+    """The words of a layout of `mpitrain verify`."""
+    from mpitrain.verify.layouts import AXES, WAYS
+
+    lines = ["| word | flags | meaning |", "|---|---|---|"]
+    lines += [f"| `{axis}N` | `{flag} N` | N ranks on axis {axis} |" for axis, flag in AXES.items()]
+    lines += [f"| `{word}` | `{' '.join(way.flags)}` | {way.meaning}, of {way.axis} |" for word, way in WAYS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def verify_options_table() -> str:
+    """The options of `mpitrain verify`."""
+    from mpitrain.verify.command import OPTIONS
+
+    lines = ["| flag | default | allowed | meaning |", "|---|---|---|---|"]
+    for option in OPTIONS.values():
+        default = option.unset.removeprefix("default").lstrip(": ")
+        default = default or ("none" if option.default is None else _word(option.default))
+        allowed = "on or off" if option.kind is bool else option.allowed if option.within or option.choices else "text"
+        lines.append(f"| `{option.flag}` | {default} | {allowed} | {option.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def verify_order_table() -> str:
+    """What `mpitrain verify` compares, in its order."""
+    from mpitrain.debug.compare import FLOAT64_TOLERANCE
+    from mpitrain.verify.judge import EXACT, NUMBERS_AFTER, NUMBERS_BEFORE
+
+    def bound(kind: str) -> str:
+        return "exact" if kind in EXACT else f"{FLOAT64_TOLERANCE:g} of its size"
+
+    tensors = f"{FLOAT64_TOLERANCE:g} of the largest element"
+    lines = ["| when | what | allowed |", "|---|---|---|", f"| before the first step | initial weights | {tensors} |"]
+    lines.append("| each step | the loss before it is summed, on ranks of one tp axis | the same bits |")
+    lines += [f"| | {kind} | {bound(kind)} |" for kind in NUMBERS_BEFORE]
+    lines.append(f"| | gradients, in the order in which backward makes them final | {tensors} |")
+    lines += [f"| | {kind} | {bound(kind)} |" for kind in NUMBERS_AFTER]
+    lines.append(f"| | weights, then every state of the optimizer | {tensors} |")
+    return "\n".join(lines) + "\n"
+
+
 def _said(docstring: str, word: str) -> str:
     """The sentence behind `Word:` in a docstring, without its full stop."""
     found = re.search(rf"^{word}: (.*)$", docstring, re.MULTILINE)
@@ -227,6 +268,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": models_table,
     "collectives": collectives_table,
     "verbs": verbs_table,
+    "layout-words": layout_words_table,
+    "verify-options": verify_options_table,
+    "verify-order": verify_order_table,
 }
 PICTURES: dict[str, Callable[[], str]] = {"images/step.svg": step_picture, "images/ring.svg": ring_picture}
 

@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks.board.limit = config.timeout
     if config.deterministic:
         ranks.set_deterministic()
+    if config.check:
+        ranks.set_checked()
     agree_on_arithmetic(ranks)  # before anything is said or written
     if config.resume is not None:
         found = checkpoint.find(config.resume, config.run, ranks)

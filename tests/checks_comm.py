@@ -390,7 +390,7 @@ def requests_make_progress_by_being_asked(world: World) -> None:
             assert requests[2].wait() is requests[2].wait()
     if n > 1:
         arrives = world.irecv((3,), "f8", (me - 1) % n)
-        world.isend(np.full(3, me), (me + 1) % n)  # nobody keeps this request
+        world.isend(np.full(3, 1.0 * me), (me + 1) % n)  # nobody keeps this request
         other = world.isend(np.full(3, 1.0 * me), (me + 1) % n, 5)
         got = world.irecv((3,), "f8", (me - 1) % n, 5).wait()
         assert (got == (me - 1) % n).all()

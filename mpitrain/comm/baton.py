@@ -16,11 +16,10 @@ import time
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
+from mpitrain.comm.places import named, told
 from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import DType
 from mpitrain.errors import CollectiveMismatch, CommError
-
-MOST_PLACES = 4  # that a report tells apart
 
 
 class RankStopped(BaseException):
@@ -36,6 +35,7 @@ class Call(NamedTuple):
     shape: tuple[int, ...]
     dtype: DType
     peer: int
+    tag: int
 
     def __str__(self) -> str:
         if self.peer >= 0:
@@ -75,6 +75,14 @@ class Wait:
         call = self.call
         detail = f" {self.detail}" if self.detail else ""
         return f"{self.verb if call is None else call}{detail} at {self.site}"
+
+    def where(self) -> str:
+        """Axis and number, behind the rest."""
+        call = self.call
+        if call is None:
+            return f" (axis {self.axis})"
+        tag = f"tag {call.tag}, " if call.tag else ""
+        return f" (axis {call.axis}, {tag}call {call.number})"
 
 
 class Rank:
@@ -121,9 +129,9 @@ class LocalLane:
         self._rank = rank
         self._axis = axis
 
-    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
+    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """See `transport.Lane`."""
-        self._rank.call = Call(self._axis, number, verb, shape, dtype, peer)
+        self._rank.call = Call(self._axis, number, verb, shape, dtype, peer, tag)
 
     def leave(self) -> None:
         """See `transport.Lane`."""
@@ -267,7 +275,7 @@ class Room:
         alike = len({(call.axis, call.number) for call in calls if call.peer < 0}) == 1
         kind = CollectiveMismatch if alike and len({call.verb for call in calls}) > 1 else CommError
         left = [rank.number for rank in self.ranks if rank.left]
-        gone = f"; {_named(left)} {'has' if len(left) == 1 else 'have'} left" if left else ""
+        gone = f"; {named(left)} {'has' if len(left) == 1 else 'have'} left" if left else ""
         return kind(f"deadlock, no rank can go on: {self._waiting()}{gone}")
 
     def _waiting(self) -> str:
@@ -275,18 +283,5 @@ class Room:
 
 
 def tell_apart(waits: list[tuple[int, Wait]], with_axis: bool = True) -> str:
-    """Who waits where, ranks in the same place together: `ranks 0,1,3 all_gather (4, 512) float32 at a.py:7; ...`."""
-    places: dict[str, list[int]] = {}
-    for rank, wait in waits:
-        call = wait.call
-        axis = f" (axis {wait.axis})" if call is None else f" (axis {call.axis}, call {call.number})"
-        places.setdefault(f"{wait}{axis if with_axis else ''}", []).append(rank)
-    parts = [f"{_named(ranks)} {place}" for place, ranks in places.items()]
-    if len(parts) > MOST_PLACES:
-        told = sum(len(ranks) for ranks in list(places.values())[:MOST_PLACES])
-        parts = [*parts[:MOST_PLACES], f"{len(waits) - told} more elsewhere"]
-    return "; ".join(parts)
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))}"
+    """Who waits where: `ranks 0,1,3 all_gather (4, 512) float32 at a.py:7 (axis tp, call 41); ...`."""
+    return told([(rank, f"{wait}{wait.where() if with_axis else ''}") for rank, wait in waits])

@@ -37,6 +37,8 @@ from mpitrain.comm.page import (
     UNKNOWN_CODE,
     WAITING,
     Gone,
+    answer_key,
+    pair_word,
     stable_hash,
 )
 from mpitrain.comm.transport import DType
@@ -116,13 +118,17 @@ class FlightBoard:
 class Channel:
     """What this rank counts of one channel, and whom it waits for there."""
 
-    __slots__ = ("answer_key", "count", "partners", "word")
+    __slots__ = ("answer_key", "count", "pair", "partners", "word")
 
-    def __init__(self, word: int, answer_key: int, partners: tuple[int, ...]) -> None:
-        """`word` of the page counts; `partners` (world ranks) count what they do about it under `answer_key`."""
+    def __init__(self, word: int, answer_key: int, partners: tuple[int, ...], pair: int = -1) -> None:
+        """`word` of the page counts; `partners` (world ranks) count what they do about it under `answer_key`.
+
+        `pair`: see `pair_word`; -1 for collectives.
+        """
         self.word = word
         self.answer_key = answer_key
         self.partners = partners
+        self.pair = pair
         self.count = 0
 
 
@@ -147,21 +153,21 @@ class BoardLane:
         self.axis = axis
         self._board, self._words, self._memory, self._ranks = board, board.page.words, board.page.memory, ranks
         self._key = (axis, ranks, count)
-        self._pairs: dict[tuple[bool, int], Channel] = {}
+        self._pairs: dict[tuple[bool, int, int], Channel] = {}
         self._before = 0  # what the channel of the current call had counted before it
         self._handled: BaseException | None = None  # what was being handled as it was entered
         key = stable_hash(*self._key)
         others = tuple(rank for rank in ranks if rank != board.rank)
         self._collectives = Channel(board.page.add_channel(key, board.text(axis)[0]), key, others)
 
-    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
+    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """See `transport.Lane.enter`."""
         board = self._board
         name, is_send = board.texts.get(verb) or board.text(verb)
         if peer < 0:
             channel = self._collectives
         else:
-            channel = self._pairs.get((is_send, peer)) or self._pair(is_send, peer)
+            channel = self._pairs.get((is_send, peer, tag)) or self._pair(is_send, peer, tag)
         words, memory = self._words, self._memory
         ordinal = words[CALLS] + 1
         now = time.monotonic_ns()
@@ -171,7 +177,7 @@ class BoardLane:
         if kind >= 64:  # a type that NumPy lacks has no number of its own
             kind = -board.text(dtype.name)[0]
         at = RING + (ordinal - 1) % KEPT_CALLS * ENTRY.size
-        ENTRIES[ndim].pack_into(memory, at, ordinal, channel.word, number, name, kind, peer, now, ndim, *shape)
+        ENTRIES[ndim].pack_into(memory, at, ordinal, channel.word, number, name, kind, channel.pair, now, ndim, *shape)
         self._before = channel.count
         self._handled = sys.exc_info()[1]
         if number > channel.count:
@@ -199,12 +205,12 @@ class BoardLane:
         words[SINCE] = time.monotonic_ns()
         words[STATE] = RUNNING
 
-    def _pair(self, is_send: bool, peer: int) -> Channel:
+    def _pair(self, is_send: bool, peer: int, tag: int) -> Channel:
         """Messages between this rank and `peer`: each side counts under a key of its own and reads the other's."""
         me, other = self._board.rank, self._ranks[peer]
-        ends = (me, other) if is_send else (other, me)
-        sent, taken = stable_hash(*self._key, "sent", *ends), stable_hash(*self._key, "taken", *ends)
-        mine, theirs = (sent, taken) if is_send else (taken, sent)
-        channel = Channel(self._board.page.add_channel(mine, self._board.text(self.axis)[0]), theirs, (other,))
-        self._pairs[is_send, peer] = channel
+        sent = stable_hash(*self._key, (me, other) if is_send else (other, me), tag) | 1
+        key = sent if is_send else answer_key(sent)
+        word = self._board.page.add_channel(key, self._board.text(self.axis)[0], of_pair=True)
+        channel = Channel(word, answer_key(key), (other,), pair_word(peer, other, tag))
+        self._pairs[is_send, peer, tag] = channel
         return channel

@@ -14,12 +14,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import mpitrain.errors
+from mpitrain.comm.checked import Checks
 from mpitrain.comm.chunked import REST_TAG, Route
+from mpitrain.comm.mistakes import check_counts, check_divides, check_peer, check_rank, check_sum
 from mpitrain.comm.ordered import OrderedSums
 from mpitrain.comm.request import Request
 from mpitrain.comm.site import call_site
@@ -37,11 +40,10 @@ from mpitrain.comm.wire import (
     target,
     unmoved,
 )
-from mpitrain.errors import CommError, ShapeError, UserError
+from mpitrain.errors import CommError, UserError
 from mpitrain.events import LISTENERS, Event, tell
 
 SHIFT_TAG = REST_TAG - 1
-MAX_TAG = 32000  # larger ones are the door's own; MPI guarantees 32767
 PAUSE = 20e-6  # seconds between two looks while sums in order are in flight
 EXCHANGE_LIMIT = 16 * 1024 * 1024  # bytes of JSON from one rank
 
@@ -76,10 +78,11 @@ class Communicator:
         self.transport = transport
         self._route = Route(transport, self.mode)
         self._sums = OrderedSums(self._route, self._second, self.mode.unfinished)
+        self._checks = Checks(name, self.ranks, self._route, self.mode)
         self._lane = self.board.open(name, self.ranks)
         self._calls = 0
-        self._sent: dict[int, int] = {}  # messages to each peer, and from it
-        self._received: dict[int, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}  # messages to each peer with each tag, and from it
+        self._received: dict[tuple[int, int], int] = {}
         self._bytes: dict[str, float] = {}
         n = self.size
         each = (n - 1) / n
@@ -139,9 +142,22 @@ class Communicator:
 
     def _iall_reduce(self, a: Array, op: str, out: Any) -> tuple[Pending, Array]:
         recv = target(a, a.shape, out, "iall_reduce")
-        if self._in_order(a, op):
+        in_order = self._in_order(a, op)
+        if self.mode.checked:
+            return self._checked_iall_reduce(a, op, recv, in_order), recv
+        if in_order:
             return self._sums.iall_reduce(a.reshape(-1), recv.reshape(-1), op), recv
         return self._route(a.size).iall_reduce(*_numbers(a, recv), op), recv
+
+    def _checked_iall_reduce(self, a: Array, op: str, recv: Array, in_order: bool) -> Pending:
+        post: Callable[[], Pending]
+        if in_order:
+            self._sums.second()  # made here, where all ranks pass
+            post = partial(self._sums.iall_reduce, a.reshape(-1), recv.reshape(-1), op)
+        else:
+            post = partial(self._route(a.size).iall_reduce, *_numbers(a, recv), op)
+        message = self._checks.receiving(post)
+        return message if np.may_share_memory(a, recv) else self._checks.untouched(message, a)
 
     def all_gather(self, x: Any, dim: int = 0, out: Any = None) -> Any:
         """Join the ranks' slices along `dim`, in rank order.
@@ -176,7 +192,7 @@ class Communicator:
         Cost: each rank sends (n-1)/n of x.nbytes.
         """
         dim = dim_of(x, dim, "reduce_scatter")
-        self._check_divides(x, dim, "reduce_scatter")
+        check_divides(self, shape_of(x), dim, "reduce_scatter")
         return self._call("reduce_scatter", x, self._reduce_scatter, dim, out, out=out)
 
     def _reduce_scatter(self, a: Array, dim: int, out: Any) -> Array:
@@ -208,7 +224,7 @@ class Communicator:
         Cost: each rank sends (n-1)/n of x.nbytes.
         """
         i, j = dim_of(x, i, "all_to_all"), dim_of(x, j, "all_to_all")
-        sent, received = self._check_counts(shape_of(x), i, j, counts)
+        sent, received = check_counts(self, shape_of(x), i, j, counts)
         return self._call("all_to_all", x, self._all_to_all, i, j, sent, received)
 
     def _all_to_all(self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]) -> Array:
@@ -240,7 +256,7 @@ class Communicator:
 
         Cost: each rank sends at most x.nbytes.
         """
-        self._check_rank(root, "broadcast root")
+        check_rank(self, root, "broadcast root")
         return self._call("broadcast", x, self._broadcast, root)
 
     def _broadcast(self, a: Array, root: int) -> Array:
@@ -282,9 +298,9 @@ class Communicator:
         Args:
             x: any array; the receiver must know its shape and dtype.
             dest: another rank of this axis.
-            tag: 0 ... 32000; messages of one pair and tag arrive in order.
+            tag: 0 ... 16000; messages of one pair and tag arrive in order.
         """
-        self._check_peer(dest, tag, "send to")
+        check_peer(self, dest, tag, "send to")
         self._call("send", x, self._send, dest, tag, peer=dest)
 
     def _send(self, a: Array, dest: int, tag: int) -> None:
@@ -295,7 +311,7 @@ class Communicator:
 
     def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None) -> Any:
         """Receive an array of this shape and dtype into `out`, else into a fresh host array."""
-        self._check_peer(source, tag, "receive from")
+        check_peer(self, source, tag, "receive from")
         recv = target(_nothing(dtype), tuple(shape), out, "recv")
         return self._call("recv", recv, self._recv, source, tag, out=out, peer=source)
 
@@ -308,22 +324,26 @@ class Communicator:
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
         """`send` that returns at once; `x` must not be written until the request is complete."""
-        self._check_peer(dest, tag, "send to")
+        check_peer(self, dest, tag, "send to")
         request: Request = self._call("isend", x, self._isend, dest, tag, peer=dest)
         return request
 
     def _isend(self, a: Array, dest: int, tag: int) -> tuple[Pending, None]:
-        return self._route(a.size).isend(on_wire(a), dest, tag), None
+        message = self._route(a.size).isend(on_wire(a), dest, tag)
+        return self._checks.sending(message, a) if self.mode.checked else message, None
 
     def irecv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None) -> Request:
         """`recv` that returns at once; `wait` returns the array."""
-        self._check_peer(source, tag, "receive from")
+        check_peer(self, source, tag, "receive from")
         recv = target(_nothing(dtype), tuple(shape), out, "irecv")
         request: Request = self._call("irecv", recv, self._irecv, source, tag, out=out, peer=source)
         return request
 
     def _irecv(self, recv: Array, source: int, tag: int) -> tuple[Pending, Array]:
-        return self._route(recv.size).irecv(on_wire(recv), source, tag), recv
+        transport = self._route(recv.size)
+        if self.mode.checked:
+            return self._checks.receiving(partial(transport.irecv, on_wire(recv), source, tag)), recv
+        return transport.irecv(on_wire(recv), source, tag), recv
 
     # -- small things that are no arrays ------------------------------------------------------------------------------
 
@@ -426,26 +446,45 @@ class Communicator:
         a = ready(x)
         if peer < 0:
             self._calls = number = self._calls + 1
+            tag = 0
         else:
-            number = self._count(verb, peer)
+            tag = how[1]
+            number = self._count(verb, peer, tag)
         self._bytes[verb] = self._bytes.get(verb, 0) + a.nbytes * self._factor[verb]
-        lane = self._lane
-        lane.enter(number, verb, a.shape, a.dtype, peer)
+        mode, lane = self.mode, self._lane
+        lane.enter(number, verb, a.shape, a.dtype, peer, tag)
         try:
-            if self.mode.unfinished and peer < 0 and verb != "iall_reduce":
-                self._sums.post_all(self._block)
             listeners = LISTENERS.get()
+            info = self._info(number, verb, a, how, peer) if listeners else {}
             if listeners:
-                info = self._info(number, verb, a, how, peer)
                 tell(listeners, Event("message", "begin", verb, info))
-                moved = move(a, *how)
+            if mode.checked:
+                self._checks.post(number, verb, a, how, peer)
+                if verb not in _BLOCKING:
+                    self._checks.confirm(a, how, self._block)
+            if mode.unfinished and peer < 0 and verb != "iall_reduce":
+                self._sums.post_all(self._block)
+            moved = move(a, *how)
+            if listeners:
                 tell(listeners, Event("message", "end", verb, {**info, "result": moved}))
-            else:
-                moved = move(a, *how)
         finally:
             lane.leave()
         if type(moved) is not tuple:
             return deliver(moved, x, out)
+        return self._request(moved, number, verb, a, how, peer, x, out)
+
+    def _request(
+        self,
+        moved: tuple[Pending, Array | None],
+        number: int,
+        verb: str,
+        a: Array,
+        how: tuple[Any, ...],
+        peer: int,
+        x: Any,
+        out: Any,
+    ) -> Request:
+        """What a non-blocking verb returns; apart from `_call`, whose variables no closure then slows down."""
         pending, recv = moved
 
         def wait(pending: Pending) -> None:
@@ -455,7 +494,7 @@ class Communicator:
 
     def _wait(self, pending: Pending, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
         """Block on a message in flight, where the board and listeners see it."""
-        self._lane.enter(number, "wait " + verb, a.shape, a.dtype, peer)
+        self._lane.enter(number, "wait " + verb, a.shape, a.dtype, peer, how[1] if peer >= 0 else 0)
         try:
             listeners = LISTENERS.get()
             if listeners:
@@ -497,68 +536,16 @@ class Communicator:
             "site": call_site,
         }
 
-    def _count(self, verb: str, peer: int) -> int:
-        """The number of this call among the messages to or from this peer."""
+    def _count(self, verb: str, peer: int, tag: int) -> int:
+        """The number of this call among the messages to or from this peer with this tag."""
         counts = self._sent if verb in ("send", "isend") else self._received
-        counts[peer] = number = counts.get(peer, 0) + 1
+        counts[peer, tag] = number = counts.get((peer, tag), 0) + 1
         return number
-
-    # -- what a user can get wrong ------------------------------------------------------------------------------------
 
     def _in_order(self, a: Array, op: str) -> bool:
         """Whether this sum is taken in rank order; refuses what nobody can sum."""
-        if op not in ("sum", "max"):
-            raise CommError(f"all_reduce on axis {self.name}: op is {op!r}; known: sum, max")
-        if is_inexact(a.dtype):
-            if a.dtype.kind == "c" and op == "max":
-                raise CommError(f"all_reduce on axis {self.name}: complex numbers have no maximum")
-            return self.mode.deterministic or not is_known(a.dtype)
-        if not is_known(a.dtype) or (a.dtype == np.bool_ and op == "sum"):
-            raise CommError(f"all_reduce on axis {self.name}: the {op} of {a.dtype} is not defined")
-        return False
-
-    def _check_divides(self, x: Any, dim: int, verb: str) -> None:
-        shape = shape_of(x)
-        if shape[dim] % self.size:
-            raise ShapeError(
-                f"{verb}: dim {dim} of shape {shape} is not divisible by axis {self.name} of size {self.size}"
-            )
-
-    def _check_counts(
-        self, shape: tuple[int, ...], i: int, j: int, counts: tuple[Sequence[int], Sequence[int]] | None
-    ) -> tuple[list[int], list[int]]:
-        """Lengths of the slices sent and received; made up when they are even, checked when they are given."""
-        n = self.size
-        if counts is None:
-            if shape[j] % n:
-                raise ShapeError(
-                    f"all_to_all: dim {j} of shape {shape} is not divisible by axis {self.name} of size {n}"
-                )
-            return [shape[j] // n] * n, [shape[j] // n if i == j else shape[i]] * n
-        sent, received = ([int(c) for c in side] for side in counts)
-        where = f"all_to_all on axis {self.name} of size {n}"
-        if len(sent) != n or len(received) != n or min(sent + received) < 0:
-            raise ShapeError(f"{where}: counts are {sent} and {received}; {n} numbers from 0 are needed in each")
-        if sum(sent) != shape[j]:
-            raise ShapeError(f"{where}: counts sent {sent} add up to {sum(sent)}, dim {j} of shape {shape} does not")
-        if i == j and sent[self.rank] != received[self.rank]:
-            raise ShapeError(
-                f"{where}: rank {self.rank} sends itself {sent[self.rank]}, receives {received[self.rank]}"
-            )
-        if i != j and received[self.rank] != shape[i]:
-            raise ShapeError(f"{where}: counts received {received} give rank {self.rank} another length than {shape}")
-        return sent, received
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.size:
-            raise CommError(f"{what} {rank} is not on axis {self.name} of size {self.size}")
-
-    def _check_peer(self, peer: int, tag: int, what: str) -> None:
-        self._check_rank(peer, f"{what} rank")
-        if peer == self.rank:
-            raise CommError(f"rank {peer} of axis {self.name} cannot {what} itself")
-        if not 0 <= tag <= MAX_TAG:
-            raise CommError(f"tag {tag} is out of range: 0 ... {MAX_TAG}")
+        check_sum(self, a.dtype, op)
+        return is_inexact(a.dtype) and (self.mode.deterministic or not is_known(a.dtype))
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,11 +27,31 @@ STATE, CODE, SPOKE, CALLS, CURRENT, SINCE, _CHANNELS, _TEXT, RANK, PROBED = rang
 SITE, _SITE_SIZE = 16 * 8, 128  # bytes
 RING = SITE + _SITE_SIZE
 DIMS = 6
-ENTRY = struct.Struct(f"<{8 + DIMS}q")  # ordinal channel number verb dtype peer since ndim sizes[DIMS]
+ENTRY = struct.Struct(f"<{8 + DIMS}q")  # ordinal channel number verb dtype pair since ndim sizes[DIMS]
 ENTRIES = tuple(struct.Struct(f"<{8 + ndim}q") for ndim in range(DIMS + 1))  # as much of one as a shape needs
 _CHANNEL_WORDS = (RING + KEPT_CALLS * ENTRY.size) // 8  # key, count, axis text: three words a channel
 _MAX_CHANNELS = 384
+_MAX_PAIRS = 256  # of them; so the collectives of an axis that is opened late are counted, too
 _TEXTS = (_CHANNEL_WORDS + 3 * _MAX_CHANNELS) * 8
+
+_TAG_BITS, _RANK_BITS = 15, 24
+
+
+def pair_word(peer: int, partner: int, tag: int) -> int:
+    """Whom a message between two goes to or comes from, in one word.
+
+    Args:
+        peer: its rank on the axis.
+        partner: its rank in the world.
+        tag: of the message.
+    """
+    return (peer << _RANK_BITS | partner) << _TAG_BITS | tag
+
+
+def answer_key(key: int) -> int:
+    """The key under which the other end of a pair counts: what one has sent, the other takes."""
+    return key ^ 1
+
 
 _DTYPES = {np.dtype(code).num: np.dtype(code).name for code in "?bBhHiIlLqQefdgFD"}
 
@@ -43,16 +64,19 @@ class Call(NamedTuple):
     number: int
     verb: str
     dtype: str
-    peer: int
+    peer: int  # -1 in a collective, as are the partner and the tag
     shape: tuple[int, ...]
     since: int
     key: int  # of its channel
+    partner: int  # the peer's rank in the world
+    tag: int
 
     def __str__(self) -> str:
         """Without the site: `all_reduce on tp, call 41, (4, 512) float32`."""
         verb, peer = self.verb, ""
         if self.peer >= 0:
             peer = f" {'from' if 'recv' in verb else 'to'} rank {self.peer} of it"
+            peer += f", tag {self.tag}" if self.tag else ""
         return f"{verb} on {self.axis}{peer}, call {self.number}, {self.shape} {self.dtype}"
 
 
@@ -67,7 +91,12 @@ class Gone:
 
     def entered(self, key: int, number: int) -> bool:
         """Whether it entered call `number` of a channel; True where its page was too full to know."""
-        return self.counts.get(key, number if len(self.counts) >= _MAX_CHANNELS else 0) >= number
+        return entered(self.counts, key, number)
+
+
+def entered(counts: Mapping[int, int], key: int, number: int) -> bool:
+    """Whether a rank with these counts entered call `number` of a channel; True where its page is too full to know."""
+    return counts.get(key, number if len(counts) >= _MAX_PAIRS else 0) >= number
 
 
 class Page:
@@ -80,14 +109,14 @@ class Page:
 
     # -- written by the owner
 
-    def add_channel(self, key: int, axis: int) -> int:
+    def add_channel(self, key: int, axis: int, *, of_pair: bool = False) -> int:
         """The word that counts a new channel, or 0 where the page is full (that channel is then never counted).
 
-        `axis`: where the name of its axis stands.
+        `axis`: where the name of its axis stands; `of_pair`: whether it is one of messages between two.
         """
         words = self.words
         index = words[_CHANNELS]
-        if index == _MAX_CHANNELS:
+        if index >= (_MAX_PAIRS if of_pair else _MAX_CHANNELS):
             return 0
         at = _CHANNEL_WORDS + 3 * index
         words[at], words[at + 1], words[at + 2] = key, 0, axis
@@ -140,14 +169,18 @@ class Page:
         if ordinal < 1:
             return None
         at = RING + (ordinal - 1) % KEPT_CALLS * ENTRY.size
-        found, channel, number, verb, dtype, peer, since, ndim, *sizes = ENTRY.unpack_from(self.memory, at)
+        found, channel, number, verb, dtype, pair, since, ndim, *sizes = ENTRY.unpack_from(self.memory, at)
         if found != ordinal:  # overwritten while we read
             return None
         axis = self.text(self.words[channel + 1]) if channel else "?"
         shape = tuple(sizes[: min(ndim, DIMS)])
         kind = self.text(-dtype) if dtype < 0 else _DTYPES.get(dtype, "?")  # text: a type that NumPy lacks
         key = self.words[channel - 1] if channel else 0
-        return Call(ordinal, axis, number, self.text(verb), kind, peer, shape, since, key)
+        peer, partner, tag = -1, -1, -1
+        if pair >= 0:
+            ranks, tag = pair >> _TAG_BITS, pair & (1 << _TAG_BITS) - 1
+            peer, partner = ranks >> _RANK_BITS, ranks & (1 << _RANK_BITS) - 1
+        return Call(ordinal, axis, number, self.text(verb), kind, peer, shape, since, key, partner, tag)
 
     def current(self) -> Call | None:
         """The call it waits in, None unless WAITING."""

@@ -161,19 +161,20 @@ class Lane(Protocol):
     (`mpitrain.comm.site.site_of(sys._current_frames()[ident])`).
     """
 
-    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
+    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """This rank enters a call.
 
         Args:
             number: counts from 1.  Collectives: the calls on this communicator, the same number on all members.
-                Point-to-point: the messages of this direction with this peer: the n-th send to `peer`, the n-th receive
-                from it.  A `wait` for an earlier non-blocking call enters again with the number of that call, so
-                numbers may come twice and go back: the calls entered so far are the largest number seen.
+                Point-to-point: the messages of this direction with this peer and tag: the n-th send to `peer`, the n-th
+                receive from it.  A `wait` for an earlier non-blocking call enters again with the number of that call,
+                so numbers may come twice and go back: the calls entered so far are the largest number seen.
             verb: "all_reduce", "iall_reduce", "send", "irecv", ...; while waiting for a non-blocking call its verb with
                 "wait " in front ("wait iall_reduce").  `isend` and `wait isend` count as sends, and so on.
             shape: of the array that this rank brings (receives: that it expects).
             dtype: of that array.
             peer: the other's rank on this communicator in a point-to-point call, -1 in a collective.
+            tag: of a point-to-point call.
         """
         ...
 
@@ -208,7 +209,7 @@ class NoBoard:
         """Itself."""
         return self
 
-    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int) -> None:
+    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """Note nothing."""
 
     def leave(self) -> None:
@@ -229,6 +230,7 @@ class Mode:
 
     Attributes:
         deterministic: sums are taken in rank order (the same bits on every transport).
+        checked: ranks compare their calls before they exchange data (checked.py).
         limit: no buffer handed to a transport holds more elements.  MPI counts are 32-bit (Open MPI 5.0 refuses larger
             ones), and some libraries compute bytes in 32 bits; cutting at 2**27 elements costs nothing.
         unfinished: what of this rank's messages in flight needs a hand (`advance`) to move on while the rank waits for
@@ -236,5 +238,6 @@ class Mode:
     """
 
     deterministic: bool = False
+    checked: bool = False
     limit: int = 2**27
     unfinished: list[Unfinished] = field(default_factory=list)

@@ -29,10 +29,12 @@ from mpitrain.comm.board import Channel, FlightBoard
 from mpitrain.comm.cycle import Ring, ring
 from mpitrain.comm.lifeline import Lifeline
 from mpitrain.comm.page import LEFT, NEW, PAGE, UNKNOWN_CODE, Gone, Page
+from mpitrain.comm.places import by_place, named
 from mpitrain.comm.site import site_of
 
 LOOK_SECONDS = 0.5
 COPY_SECONDS = 2.0
+SEND_SECONDS = 5.0
 HEAD_START = 1.0  # seconds that a rank which has nothing to say leaves to the one that speaks
 MAX_LINES = 5
 
@@ -47,6 +49,7 @@ class Watch:
         self._stop = threading.Event()
         self._suspect: tuple[int, int] | None = None  # (call, partner) of the last look
         self._ring: Ring | None = None  # of the last look
+        self._ring_since = 0.0
         self._next_copy = 0.0
         self._thread = threading.Thread(target=self._run, name="mpitrain-look", daemon=True)
 
@@ -83,9 +86,10 @@ class Watch:
             self._report_missing(*missing)
         self._suspect = None if missing is None else (ordinal, missing[0])
         found = ring(board.pages, board.rank)
-        if found is not None and found == self._ring and board.current is waiting:
+        if found is None or found != self._ring:
+            self._ring, self._ring_since = found, time.monotonic()
+        elif time.monotonic() - self._ring_since >= self._proof_seconds(found) and board.current is waiting:
             self._report_ring(found)
-        self._ring = found
         if time.monotonic_ns() - board.page.since > board.limit * 1e9 and board.current is waiting:
             self._report_hang()
 
@@ -99,6 +103,11 @@ class Watch:
             elif not gone.entered(channel.answer_key, number):
                 return rank, gone
         return None
+
+    def _proof_seconds(self, found: Ring) -> float:
+        """How long a ring must stand: a send that nobody takes may still end by itself."""
+        calls = (self._board.pages[rank].current() for rank, _ in found)
+        return SEND_SECONDS if any(call is not None and "send" in call.verb for call in calls) else 0.0
 
     # -- reports
 
@@ -139,15 +148,12 @@ class Watch:
         board = self._board
         now = time.monotonic_ns()
         pages = {rank: (page, now) for rank, page in board.pages.items()} | self._copies()
-        places: dict[str, list[tuple[int, float]]] = {}
-        for rank, (page, then) in sorted(pages.items()):
-            places.setdefault(_place(page), []).append((rank, (then - page.since) / 1e9))
+        places = by_place((rank, _place(page)) for rank, (page, _) in sorted(pages.items()))
+        seconds = {rank: (then - page.since) / 1e9 for rank, (page, then) in pages.items()}
         lines = []
-        for place, members in places.items():
-            ranks, seconds = zip(*members, strict=True)
-            plural = len(ranks) > 1
-            verb = place if plural else place.replace("wait ", "waits ", 1).replace("run", "runs", 1)
-            lines.append(f"  {'ranks' if plural else 'rank'} {_listed(ranks)} {verb} (for {max(seconds):.0f} s)")
+        for place, ranks in places.items():
+            verb = place if len(ranks) > 1 else place.replace("wait ", "waits ", 1).replace("run", "runs", 1)
+            lines.append(f"  {named(ranks)} {verb} (for {max(seconds[rank] for rank in ranks):.0f} s)")
         unseen = len(board.hosts) - len(pages)
         if unseen:
             lines.append(f"  {unseen} ranks on other hosts are not seen from here (a run folder would show them)")
@@ -218,12 +224,6 @@ def _place(page: Page) -> str:
     if state == NEW or not last:
         return "run and never entered a call"
     return f"run, after {last[0]}"
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    """`0,1,3`, shortened in the middle where there are many."""
-    texts = [str(rank) for rank in ranks]
-    return ",".join(texts if len(texts) <= 12 else [*texts[:8], "...", *texts[-2:]])
 
 
 def _copy_path(folder: str, rank: int) -> str:

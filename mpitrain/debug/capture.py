@@ -94,6 +94,7 @@ class Recorder:
         self._keep = keep
         self._steps = steps
         self._courses: WeakKeyDictionary[Executor, _Course] = WeakKeyDictionary()
+        self._executors = 0  # that were seen, also those that are gone
         self._done = 0  # steps of all executors
         self._watched: _Course | None = None  # in whose forward this rank is
         self._open: tuple[Executor, _Course] | None = None  # in whose STEP
@@ -108,7 +109,8 @@ class Recorder:
     def _action(self, phase: str, kind: str, executor: Executor, output: Tensor | None) -> None:
         course = self._courses.get(executor)
         if course is None:
-            course = self._courses[executor] = _Course(executor, len(self._courses))
+            course = self._courses[executor] = _Course(executor, self._executors)
+            self._executors += 1
             self._keep(course.begin(self._world.rank, executor))
         if kind == "F":
             self._watched = course if phase == "begin" else None
@@ -142,13 +144,14 @@ class _Course:
         self.own_loss = 0.0
         self._done = 0
         self._report: StepReport | None = executor.report
-        self._arrays = {id(p.data): p.name for p in self.parameters}
-        self._used: dict[str, None] = {}  # names, in the order of their first use
+        self._arrays = {id(p.data): p.name for p in self.parameters}  # those that were not used yet
+        self._used: list[list[str]] = []  # names by the op that uses them first, in the order of forward
 
     def note(self, inputs: Iterable[Any]) -> None:
         """Forward uses these arrays: backward will make a parameter final where it was used first."""
-        if len(self._used) < len(self._arrays) and not self._done:
-            self._used.update((name, None) for a in inputs if (name := self._arrays.get(id(a))) is not None)
+        if self._arrays:
+            names = [name for a in inputs if (name := self._arrays.pop(id(a), None)) is not None]
+            self._used += [names] if names else []
 
     def begin(self, rank: int, executor: Executor) -> Record:
         mesh = executor.mesh
@@ -156,7 +159,8 @@ class _Course:
             [p.name, list(p.full_shape), [[s.start, s.stop] for s in p.rectangle], p.decay] for p in self.parameters
         ]
         facts = {"rank": rank, "executor": self.number, "sizes": dict(mesh.sizes), "coords": dict(mesh.coords)}
-        return Record({"is": "begin", **facts, "parameters": slabs}, {"weight": _vector(p.data for p in self.parameters)})
+        weights = _vector(p.data for p in self.parameters)
+        return Record({"is": "begin", **facts, "parameters": slabs}, {"weight": weights})
 
     def step(self, executor: Executor) -> Record:
         record = self.cut_short(executor)
@@ -168,7 +172,8 @@ class _Course:
         return record
 
     def cut_short(self, executor: Executor) -> Record:
-        facts = {"is": "step", "executor": self.number, "step": self._done + 1, "order": [*reversed(self._used)]}
+        order = [name for names in reversed(self._used) for name in names]
+        facts = {"is": "step", "executor": self.number, "step": self._done + 1, "order": order}
         facts["own loss"], self.own_loss = self.own_loss, 0.0
         if executor.report is not None and executor.report is not self._report:
             self._report = executor.report
@@ -183,7 +188,7 @@ def _vector(arrays: Iterable[Array]) -> np.ndarray:
     return np.concatenate(flat) if flat else np.empty(0)
 
 
-# -------------------------------------------------------------------------------------------------------------- in files
+# ------------------------------------------------------------------------------------------------------------- in files
 
 
 def write(file: BinaryIO, record: Record) -> None:

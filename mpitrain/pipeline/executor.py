@@ -30,6 +30,9 @@ from mpitrain.pipeline.simulate import check
 DATA_AXES = ("edp", "ep", "cp")
 """The axes whose ranks see different tokens: what is counted per token is summed over their merge."""
 
+CHECKED_STEPS = 2
+"""The first steps, in which ranks compare every call before data moves: what fits twice fits ever after."""
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -86,6 +89,7 @@ class Executor:
         self.lr = lr
         self.report: StepReport | None = None
         self.empty_steps = 0  # steps in which no rank had a valid target
+        self._steps = 0
         self._axis = mesh.merged(DATA_AXES)
         self._counted = [p for p in model.parameters() if self._counts(p)]
         self._last_backward = max(place for place, action in enumerate(self.row) if action.kind == "B")
@@ -105,8 +109,14 @@ class Executor:
         """
         self.model.start_step()
         step = _Step(batch)
+        first = self._steps < CHECKED_STEPS
+        self._steps += 1
         # What overflows is found by the norm, on all ranks at once; NumPy would warn of one op on one rank.
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"), collection_paused():
+        with (
+            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
+            collection_paused(),
+            self.mesh.world.checked(first),
+        ):
             self._run_all(step)
         assert self.report is not None
         return self.report.loss

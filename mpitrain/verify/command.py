@@ -6,7 +6,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,10 +38,11 @@ OPTIONS = {
         Option("all", int, None, "every factorisation of so many ranks", Interval(1, MOST_RANKS), metavar="RANKS"),
         Option("transport", str, "local", "what moves the messages", choices=("local", "mpi"), metavar="NAME"),
         Option("first", int, 4, "compare so many steps, then end the script", Interval(1, 10**6), metavar="STEPS"),
-        Option("at_once", int, None, "runs at the same time", Interval(1, 256), metavar="N", unset="default: the cores"),
+        Option("at_once", int, None, "runs at the same time", Interval(1, 99), metavar="N", unset="default: the cores"),
+        Option("check", bool, False, "check the states of all values in every run, too", off="--no-check"),
         Option("timeout", float, 300.0, "time limit of each run", Interval(1, 10**6), metavar="SECONDS"),
         Option("sweep", int, None, "random cases of the trainer", Interval(1, 10**7), metavar="COUNT"),
-        Option("seed", int, 0, "of the sweep's first case; each next one counts it up", Interval(0, 2**62), metavar="S"),
+        Option("seed", int, 0, "of the sweep's first case; the next one's is S + 1", Interval(0, 2**62), metavar="S"),
         Option("json", str, None, "write all that was found", metavar="FILE", unset="default: none"),
         Option("verbose", bool, False, "print what the scripts print, and every row", off="--no-verbose"),
     )
@@ -71,14 +73,15 @@ def main(argv: Sequence[str]) -> int:
     found = announced(os.environ)
     if found is not None and found[1] > 1:
         raise LaunchError(f"mpitrain verify starts its ranks itself: run it without mpirun ({found[0]}={found[1]}).")
-    if given["json"] is not None:
-        report.check_writable(str(given["json"]))
+    path = None if given["json"] is None else str(given["json"])
+    if path is not None:
+        report.check_writable(path)
     if given["sweep"] is not None:
         from mpitrain.verify.sweep import main as sweep  # it needs all that training needs
 
         if layouts or script or given["all"] is not None or given["transport"] != "local":
-            raise ConfigError("--sweep makes its own models and layouts: give no layout, script or --transport with it.")
-        return sweep(int(given["sweep"]), int(given["seed"] or 0), None if given["json"] is None else str(given["json"]))
+            raise ConfigError("--sweep makes its own models and layouts: give no layout, script or transport with it.")
+        return sweep(int(given["sweep"]), int(given["seed"] or 0), path)
     named = dict.fromkeys(layouts)
     every = list(all_layouts(int(given["all"]))) if given["all"] is not None else []
     if not named and not every:
@@ -94,9 +97,10 @@ def main(argv: Sequence[str]) -> int:
             str(given["transport"]),
             int(given["at_once"] or cores_allowed()[0]),
             float(given["timeout"] or 0),
-            bool(given["verbose"]),
+            echo=bool(given["verbose"]),
+            states=bool(given["check"]),
         )
-        return _prove(proof, list(dict.fromkeys([*named, *every])), named, given)
+        return _prove(proof, list(dict.fromkeys([*named, *every])), named, path, everything=bool(given["verbose"]))
 
 
 @contextmanager
@@ -153,38 +157,44 @@ def _command(script: list[str], folder: Path) -> list[str]:
     return [TRAINER, *BUILT_IN, *heads, "--data", str(text), "--run", FRESH, *more]
 
 
-def _prove(proof: Proof, layouts: Sequence[Layout], named: dict[Layout, None], given: dict[str, Value]) -> int:
+def _prove(
+    proof: Proof, layouts: Sequence[Layout], named: Collection[Layout], path: str | None, everything: bool
+) -> int:
     """Run, print as it goes, and write the JSON."""
     records = proof.one_rank()
     print(report.one_rank_line(records), flush=True)
     width = max(len(str(layout)) for layout in layouts)
-    rows = None if given["verbose"] else report.ROWS
     outcomes: list[Outcome] = []
     for outcome in proof.outcomes(layouts):
         outcomes.append(outcome)
         text = report.line(str(outcome.layout), outcome.word, report.detail(outcome), outcome.seconds, width)
         print(text, flush=True)
     for outcome in outcomes:
-        if outcome.word == "failed":
-            print(f"\n{outcome.layout} {outcome.message}")
-        if outcome.word in ("differs", "failed"):
-            proof.explain(outcome)
-            if outcome.hints:
-                print("\n" + report.explanation(str(outcome.layout), outcome.hints))
-        if outcome.verdict is not None and outcome.verdict.steps:
-            if outcome.word == "differs" or len(outcomes) == 1 or given["verbose"]:
-                print("\n" + report.table(outcome.verdict, rows))
-        if outcome.word == "refused" and outcome.layout in named:
-            print(f"\n{outcome.layout} was refused by the script:\n{outcome.message}")
+        _tell(proof, outcome, outcome.layout in named, everything, alone=len(outcomes) == 1)
     code = _exit_code(outcomes, named)
     if len(outcomes) > 1:
         print("\n" + _summary(outcomes))
-    if given["json"] is not None:
-        report.write(str(given["json"]), report.as_json(proof.command, records, outcomes, code))
+    if path is not None:
+        report.write(path, report.as_json(proof.command, records, outcomes, code))
     return code
 
 
-def _exit_code(outcomes: Sequence[Outcome], named: dict[Layout, None]) -> int:
+def _tell(proof: Proof, outcome: Outcome, is_named: bool, everything: bool, alone: bool) -> None:
+    """What there is to say of a layout besides its line: why it was refused, how it failed, where it differs."""
+    if outcome.word == "refused" and is_named:
+        print(f"\n{outcome.layout} was refused by the script:\n{outcome.message}")
+    if outcome.word == "failed":
+        print(f"\n{outcome.layout} {outcome.message}")
+    if outcome.word in ("differs", "failed"):
+        proof.explain(outcome)
+        if outcome.hints:
+            print("\n" + report.explanation(str(outcome.layout), outcome.hints))
+    compared = outcome.verdict is not None and outcome.verdict.steps > 0
+    if outcome.verdict is not None and compared and (outcome.word != "equal" or alone or everything):
+        print("\n" + report.table(outcome.verdict, None if everything else report.ROWS))
+
+
+def _exit_code(outcomes: Sequence[Outcome], named: Collection[Layout]) -> int:
     if any(outcome.word in ("differs", "failed") for outcome in outcomes):
         return DIFFERS
     refused = any(outcome.word == "refused" and outcome.layout in named for outcome in outcomes)
@@ -192,7 +202,7 @@ def _exit_code(outcomes: Sequence[Outcome], named: dict[Layout, None]) -> int:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
-    counts = {word: sum(outcome.word == word for outcome in outcomes) for word in ("equal", "refused", "differs", "failed")}
-    said = [f"{count} {word}" for word, count in counts.items() if count]
+    counts = Counter(outcome.word for outcome in outcomes)
+    said = [f"{counts[word]} {word}" for word in ("equal", "refused", "differs", "failed") if counts[word]]
     text = f"{len(outcomes)} layouts: {', '.join(said)}"
     return text if counts["equal"] else text + ".  Nothing was proven."

@@ -22,8 +22,8 @@ import numpy as np
 
 from mpitrain.debug.capture import Record
 from mpitrain.debug.compare import FLOAT64_TOLERANCE, Difference, compare
-from mpitrain.verify.noise import Excused, Noise
-from mpitrain.verify.whole import Moment, Plan, Split, Whole, moments, same_bits
+from mpitrain.verify.noise import Moved, Noise
+from mpitrain.verify.whole import Moment, Plan, Split, Whole, at, moments, same_bits
 
 NUMBERS_BEFORE = ("targets", "loss")
 NUMBERS_AFTER = ("norm", "learning rate", "updates")
@@ -74,12 +74,12 @@ class Verdict:
     Attributes:
         findings: every comparison, the good ones too.
         steps: that were compared.
-        excused: weights that only noise has moved.
+        moved: weights that rounding alone has moved, beyond the bound of their tensor.
     """
 
     findings: list[Finding]
     steps: int
-    excused: Excused
+    moved: Moved
 
     @property
     def ok(self) -> bool:
@@ -106,7 +106,7 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
     findings: list[Finding] = []
     steps = 0
     courses: dict[int, _Course] = {}  # of each executor
-    excused = Excused(0, 0.0)
+    moved = Moved(0, 0.0)
     for alone, *others in zip_longest(moments(reference), *(moments(records) for records in ranks)):
         problem = _out_of_step(alone, others)
         if problem:
@@ -120,8 +120,8 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
         steps += 1
         comparison = _Comparison(steps, alone, others, courses[alone.facts["executor"]])
         findings += comparison.step()
-        excused = max(excused, comparison.excused)
-    return Verdict(findings, steps, excused)
+        moved = max(moved, comparison.moved)
+    return Verdict(findings, steps, moved)
 
 
 def _out_of_step(alone: Moment | None, others: Sequence[Moment | None]) -> str:
@@ -153,7 +153,7 @@ class _Comparison:
         self._alone = alone
         self._others = others
         self._course = course
-        self.excused = Excused(0, 0.0)
+        self.moved = Moved(0, 0.0)
 
     def beginning(self) -> Iterator[Finding]:
         """The weights before the first step."""
@@ -209,13 +209,12 @@ class _Comparison:
         if not there or lacks:
             yield Finding(self._number, title, problem=_cut_short(there, lacks))
             return
-        for plan, moments in ((self._course.alone, [self._alone]), (self._course.others, self._others)):
-            for place, moment in enumerate(moments):
-                size = moment.arrays[kind].size
-                if size != plan.size_of(place):
-                    problem = f"rank {moment.seat.rank} keeps {size} numbers of it for {plan.size_of(place)} weights"
-                    yield Finding(self._number, title, problem=problem)
-                    return
+        for place, moment in enumerate(self._others):
+            has, needs = moment.arrays[kind].size, self._course.others.size_of(place)
+            if has != needs:
+                problem = f"rank {moment.seat.rank} keeps {has} numbers of it for {needs} weights"
+                yield Finding(self._number, title, problem=problem)
+                return
         reference = self._course.alone.join([self._alone.arrays[kind]]).tensors
         whole = self._course.others.join([moment.arrays[kind] for moment in self._others])
         mine = self._without_noise(title, whole.tensors, reference)
@@ -226,7 +225,9 @@ class _Comparison:
         for name in dict.fromkeys([*order, *reference, *whole.tensors]):
             difference = differences.get(name)
             problem, split = self._problem(kind, name, reference, whole, difference)
-            ranks = () if difference is None or difference.ok else _wrong(whole, name, reference[name], difference.bound)
+            ranks: tuple[int, ...] = ()
+            if difference is not None and not difference.ok:
+                ranks = _wrong(whole, name, reference[name], difference.bound)
             yield Finding(self._number, title, name, difference, problem, split, ranks)
 
     def _without_noise(
@@ -237,7 +238,7 @@ class _Comparison:
         elif title == "gradient":
             self._course.noise.gradients(mine, reference, {slab.name for slab in self._alone.seat.slabs if slab.decays})
         elif title == "weight":
-            mine, self.excused = self._course.noise.weights(mine, reference)
+            mine, self.moved = self._course.noise.weights(mine, reference)
         return mine
 
     def _problem(
@@ -265,7 +266,7 @@ class _Comparison:
 def _wrong(whole: Whole, name: str, reference: np.ndarray, bound: float) -> tuple[int, ...]:
     """The ranks whose part of a tensor is wrong; none where all are."""
     holders = whole.holders(name)
-    gaps = [np.abs(holder.slab - reference[(..., *holder.rectangle)]).max(initial=0.0) for holder in holders]
+    gaps = [np.abs(holder.slab - reference[at(holder.rectangle)]).max(initial=0.0) for holder in holders]
     wrong = [holder.seat.rank for holder, gap in zip(holders, gaps, strict=True) if not gap <= bound]
     return tuple(wrong) if len(wrong) < len(holders) else ()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +32,9 @@ GRACE = 3.0  # seconds that a child has to end its own children
 TAIL = 40  # lines of the output that are kept of a run that failed
 MOST_LINES = 5  # of a UserError
 REFUSALS = ("ConfigError", "ShapeError", "MeshError")
-_USER_ERRORS = tuple(name for name, value in vars(errors).items() if isinstance(value, type))
+_USER_ERROR = re.compile(f"({'|'.join(n for n, kind in vars(errors).items() if isinstance(kind, type))})\\b.*: ")
 _ERROR = re.compile(r"[A-Za-z_.]*(Error|Exception|Mismatch|Interrupt)\b")
-_LAUNCHERS_WORDS = re.compile(r"^-{20,}\n(.*?)^-{20,}$", re.MULTILINE | re.DOTALL)
+_LAUNCHERS_WORDS = re.compile(r"^([-=])\1{19,}\n.*?^\1{20,}$", re.MULTILINE | re.DOTALL)
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -45,6 +46,7 @@ class Run:
         folder: of its own; holds the output and the records.
         ranks: how many; 0 for the plain process that is a world of one.
         command: the script and its arguments.
+        states: whether it checks the states of values.
         over_mpi: whether mpirun started it.
         code: exit code once it has ended; None if it had to be killed.
         seconds: how long it took.
@@ -53,6 +55,7 @@ class Run:
     folder: Path
     ranks: int
     command: list[str]
+    states: bool = False
     over_mpi: bool = False
     code: int | None = None
     seconds: float = 0.0
@@ -70,13 +73,14 @@ class Run:
         self.folder.mkdir(mode=0o700)
         self.over_mpi = self.ranks > 0 and transport == "mpi"
         way = "here" if self.over_mpi or not self.ranks else "threads"
-        words = [sys.executable, "-m", "mpitrain.verify.run", str(self.folder), way, str(self.ranks), str(steps)]
+        how = [way, str(self.ranks), str(steps), "states" if self.states else "plain"]
+        words = [sys.executable, "-m", "mpitrain.verify.run", str(self.folder), *how]
         env = outside_of_mpi(
             **dict.fromkeys(_ONE_THREAD, "1"), MPITRAIN_DETERMINISTIC="1", MPITRAIN_TTY="0", PYTHONUNBUFFERED="1"
         )
         if self.over_mpi:
             words = [mpirun(), "-n", str(self.ranks), *words]
-            env = _settings() | env | {"TMPDIR": str(self.folder)}  # nothing of another mpirun lies there
+            env = _settings(self.folder) | env
         self._file = open(self.folder / "output", "wb")  # noqa: SIM115  (closed when it ends)
         self._began = time.monotonic()
         self._child = subprocess.Popen(
@@ -119,6 +123,14 @@ class Run:
         paths = [records_of(self.folder, rank) for rank in range(max(1, self.ranks))]
         return [read(path) if path.exists() else iter(()) for path in paths]
 
+    def silent(self) -> list[int]:
+        """Ranks that left no file of records."""
+        return [rank for rank in range(max(1, self.ranks)) if not records_of(self.folder, rank).exists()]
+
+    def forget(self) -> None:
+        """Delete its folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def output(self) -> str:
         """All that it printed, without what mpirun adds at the end (unless there is nothing else)."""
         text = (self.folder / "output").read_bytes().decode(errors="replace").replace("\r\n", "\n").replace("\0", "")
@@ -131,7 +143,7 @@ class Run:
 
     def reason(self) -> str:
         """How it ended, in a line: the error's own, or the last one that it printed."""
-        lines = [line for line in self.output().splitlines() if line.strip(" -")] or ["(it printed nothing)"]
+        lines = [line for line in self.output().splitlines() if line.strip(" -=")] or ["(it printed nothing)"]
         return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
     def has_begun(self) -> bool:
@@ -146,13 +158,19 @@ class Run:
         """
         if self.code != 2 or self.has_begun():
             return None
+        message = self.user_error()
+        if message:
+            return message if message.startswith(REFUSALS) else None
+        said = [line for line in self.output().splitlines() if ": error: " in line]
+        return said[-1].partition(": error: ")[2] if said else None
+
+    def user_error(self) -> str:
+        """The message of the UserError that it printed last; empty if there is none."""
         lines = [line.rstrip() for line in self.output().splitlines() if line.strip()]
         for place in range(len(lines) - 1, -1, -1):
-            name, colon, _ = lines[place].partition(":")
-            if colon and name in _USER_ERRORS:
-                return "\n".join(lines[place : place + MOST_LINES]) if name in REFUSALS else None
-        said = [line for line in lines if ": error: " in line]
-        return said[-1].partition(": error: ")[2] if said else None
+            if _USER_ERROR.match(lines[place]):
+                return "\n".join(lines[place : place + MOST_LINES])
+        return ""
 
 
 def run_all(runs: Sequence[Run], steps: int, transport: str, at_once: int, timeout: float) -> Iterator[Run]:
@@ -194,9 +212,10 @@ def mpirun() -> str:
     return found
 
 
-def _settings() -> dict[str, str]:
+def _settings(folder: Path) -> dict[str, str]:
     """What lets mpirun start any number of ranks on this machine; in an allocation the scheduler decides."""
-    home = {"HOME": os.environ.get("HOME") or "/tmp"}
     if in_allocation():
-        return home
-    return ROOT | UNBOUND | home | {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}
+        return {}
+    home = {"HOME": os.environ.get("HOME") or str(folder)}
+    scratch = {"TMPDIR": str(folder)}  # where nothing of another mpirun lies, which could keep this one from starting
+    return ROOT | UNBOUND | home | scratch | {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpitrain.debug.capture import Record
 from mpitrain.errors import ConfigError
 from mpitrain.options import show
 from mpitrain.verify.judge import Verdict, judge
 from mpitrain.verify.launch import Run, run_all
-from mpitrain.verify.layouts import AXES, Layout
+from mpitrain.verify.layouts import Layout
 from mpitrain.verify.suspect import Hint, hints
-
 
 FRESH = "{run}"
 """Stands in a script's arguments for a folder of each run's own."""
@@ -31,7 +32,7 @@ class Outcome:
 
     Attributes:
         layout: which.
-        word: "equal", "differs", "failed" (it did not run to its end) or "refused" (by the script, before its first step).
+        word: "equal", "differs", "failed" (did not run to its end) or "refused" (by the script, before its first step).
         seconds: that the run took.
         verdict: the comparison, where there was something to compare.
         message: why it was refused or how it failed.
@@ -58,6 +59,7 @@ class Proof:
         at_once: runs at the same time, as threads.
         timeout: seconds that a run may take.
         echo: print what the scripts print.
+        states: check the states of values in every run.
     """
 
     command: list[str]
@@ -67,6 +69,7 @@ class Proof:
     at_once: int = 1
     timeout: float = 300.0
     echo: bool = False
+    states: bool = False
     _number: int = 0
     _reference: Run | None = None
     _known: dict[Layout, Outcome] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class Proof:
         """Run the script in a world of one.
 
         Returns:
-            Its records.
+            Its records, without the numbers in their arrays.
 
         Raises:
             ConfigError: it fails there already, or never trains.
@@ -84,7 +87,7 @@ class Proof:
         (_,) = run_all([run], self.steps, "local", 1, self.timeout)
         self._say(run)
         script = show(self.command[0])
-        records = list(run.records()[0])
+        records = [Record(record.facts, dict.fromkeys(record.arrays, np.empty(0))) for record in run.records()[0]]
         if run.code != 0:
             if not self.echo:
                 print(_quoted(run.tail()), file=sys.stderr)
@@ -112,6 +115,7 @@ class Proof:
                 ran, run = next(ended)
                 self._say(run)
                 self._known[ran] = self._judged(ran, run)
+                run.forget()
             yield self._known[layout]
 
     def _new(self, layout: Layout | None) -> Run:
@@ -120,7 +124,7 @@ class Proof:
         command = [word.replace(FRESH, str(folder / "run")) for word in self.command]
         if layout is None:
             return Run(folder, 0, command)
-        return Run(folder, layout.ranks, [*command, *layout.flags])
+        return Run(folder, layout.ranks, [*command, *layout.flags], states=self.states)
 
     def _judged(self, layout: Layout, run: Run) -> Outcome:
         assert self._reference is not None
@@ -130,6 +134,13 @@ class Proof:
         disobeyed = _disobeyed(layout, run)
         if disobeyed:
             return Outcome(layout, "refused", run.seconds, message=disobeyed)
+        silent = run.silent()
+        if run.code == 0 and silent:
+            message = (
+                f"rank {silent[0]} left no record in {run.folder} ({len(silent)} of {layout.ranks} ranks did not).\n"
+                "Ranks on several hosts need a folder for temporary files that all of them see: TMPDIR=DIR."
+            )
+            return Outcome(layout, "failed", run.seconds, message=message)
         verdict = judge(self._reference.records()[0], run.records())
         if run.code != 0:
             message = f"{_end_of(run, self.timeout)}: {run.reason()}\n{_quoted(run.tail())}"
@@ -137,13 +148,23 @@ class Proof:
         return Outcome(layout, "equal" if verdict.ok else "differs", run.seconds, verdict)
 
     def explain(self, outcome: Outcome) -> None:
-        """Find hints for a layout that is not equal; runs its axes alone for them."""
+        """Find hints for a layout that is not equal: by its axes alone, and by itself with a check of states."""
         first = outcome.verdict.first if outcome.verdict is not None else None
         if first is None:
             return
         parts = outcome.layout.parts()
         alone = [(o.layout, o.word) for o in self.outcomes(parts, transport="local")]
-        outcome.hints = hints(first, outcome.layout, alone)
+        outcome.hints = hints(first, outcome.layout, alone, self._state_error(outcome.layout))
+
+    def _state_error(self, layout: Layout) -> str:
+        """What a check of states says of a layout, as threads; empty if nothing."""
+        run = self._new(layout)
+        run.states = True
+        (_,) = run_all([run], self.steps, "local", 1, self.timeout)
+        self._say(run)
+        message = run.user_error()
+        run.forget()
+        return message if message.startswith("StateError") else ""
 
     def _say(self, run: Run) -> None:
         if self.echo:
@@ -151,19 +172,16 @@ class Proof:
 
 
 def _disobeyed(layout: Layout, run: Run) -> str:
-    """Which flag the script did not obey: a layout that was not run is not proven."""
+    """Whether the script has made another mesh than it was told: a layout that was not run is not proven."""
     for records in run.records():
         begin = next(records, None)
         if begin is None:
             continue
         sizes: dict[str, Any] = dict(begin.facts["sizes"])
         sizes["dp"] = sizes.pop("edp") * sizes.pop("ep")
-        for axis in sizes:
-            wanted = dict(layout.axes).get(axis, 1)
-            if sizes[axis] != wanted:
-                grid = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-                flag = f"{AXES[axis]} {wanted}" if axis in dict(layout.axes) else f"no {axis}"
-                return f"the script did not obey {flag}: its mesh was {grid}"
+        if any(size != dict(layout.axes).get(axis, 1) for axis, size in sizes.items()):
+            grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+            return f"the script did not obey {' '.join(layout.flags)}: its mesh was {grid}"
     return ""
 
 

@@ -56,14 +56,14 @@ def table(verdict: Verdict, rows: int | None = ROWS) -> str:
     """Errors and bounds, the worst first; each tensor at its worst step."""
     worst = verdict.worst()
     shown = worst if rows is None else worst[:rows]
-    lines = [f"  {'error':>8}  {'allowed':>8}  {'of it':>8}  {'ratio':>9}  step  {'what':<46} why so much is allowed"]
+    lines = [f"  {'error':>8}  {'allowed':>8}  {'of that':>8}  {'ratio':>9}  step  {'what':<46} why so much is allowed"]
     lines += [_row(finding) for finding in shown]
     if len(shown) < len(worst):
         lines.append(f"  ... and {len(worst) - len(shown)} more, none of them worse")
-    if verdict.excused.count:
+    if verdict.moved.number:
         lines.append(
-            f"  Not counted: {verdict.excused.count} weights whose gradient is rounding noise (a key's bias); they differ "
-            f"by at most {verdict.excused.error:.1e}."
+            f"  {verdict.moved.number} weights with next to no gradient differ by what rounding does to them, "
+            f"{verdict.moved.error:.1e} at most (verify/noise.py)."
         )
     return "\n".join(lines)
 
@@ -82,10 +82,11 @@ def _row(finding: Finding) -> str:
 
 def explanation(name: str, found: Iterable[Hint]) -> str:
     """The hints under the name of their layout."""
-    return "\n".join([f"{name} is not the training run of one rank:", *(f"  {h.label:<9} {h.text}" for h in found)])
+    rows = (f"  {hint.label:<9} " + hint.text.replace("\n", "\n" + " " * 12) for hint in found)
+    return "\n".join([f"{name} is not the training run of one rank:", *rows])
 
 
-# ------------------------------------------------------------------------------------------------------------------ JSON
+# ----------------------------------------------------------------------------------------------------------------- JSON
 
 
 def as_json(

@@ -1,10 +1,10 @@
 """The inside of a run that `mpitrain verify` makes: run a script, and record each rank's training.
 
-    python -m mpitrain.verify.run FOLDER here|threads RANKS STEPS SCRIPT [args]
+    python -m mpitrain.verify.run FOLDER here|threads RANKS STEPS plain|states SCRIPT [args]
 
-`here`: this process is the one rank, or one of mpirun's.  `threads`: RANKS ranks are threads of this process.  Each
-rank writes FOLDER/rank-NNNNN.records.  The script finds itself as `__main__`, its own folder on the path, and its own
-arguments; it knows nothing of all this.
+`here`: this process is the one rank, or one of mpirun's.  `threads`: RANKS ranks are threads of this process.
+`states`: the states of all values are checked, too.  Each rank writes FOLDER/rank-NNNNN.records.  The script finds
+itself as `__main__`, its own folder on the path, and its own arguments; it knows nothing of all this.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from mpitrain.comm.local import run_script
 from mpitrain.comm.world import world
 from mpitrain.debug.capture import recording, write
+from mpitrain.debug.states.around import checking_states
 from mpitrain.errors import UserError
 
 
@@ -30,23 +31,31 @@ def records_of(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def recorded(folder: Path, steps: int) -> Iterator[None]:
-    """Record what this rank trains in the block into its file."""
+def recorded(folder: Path, steps: int, states: bool) -> Iterator[None]:
+    """Record what this rank trains in the block into its file, and perhaps check states."""
     ranks = world()
-    with open(records_of(folder, ranks.rank), "wb") as file, recording(ranks, lambda r: write(file, r), steps):
+    with ExitStack() as stack:
+        file = stack.enter_context(open(records_of(folder, ranks.rank), "wb"))
+        stack.enter_context(recording(ranks, lambda record: write(file, record), steps))
+        if states:
+            stack.enter_context(checking_states(ranks))
         yield
 
 
 def main(argv: list[str]) -> int:
     """Run the script; the exit code is the script's."""
-    folder, way, ranks, steps, script, *args = argv
+    folder, way, ranks, steps, check, script, *args = argv
+
+    def around() -> AbstractContextManager[None]:
+        return recorded(Path(folder), int(steps), check == "states")
+
     if way == "threads":
-        return run_script(int(ranks), script, args, lambda: recorded(Path(folder), int(steps)))
+        return run_script(int(ranks), script, args, around)
     sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was the folder of `python -m`
     try:
-        with recorded(Path(folder), int(steps)):
+        with around():
             runpy.run_path(script, run_name="__main__")
     except Exception as error:
         if world().size > 1:

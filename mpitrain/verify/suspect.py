@@ -3,8 +3,9 @@
     factor      2 everywhere over an axis of size 2: doubled; 1/2: averaged, or one of two parts
     replicas    ranks that share a value and differ: along which axis
     alone       the layouts of one axis each: those that differ hold the fault
+    states      the line at which the rules of states are broken, if they are
 
-Each is a hint that names axes.  The suspect is the axis on which they agree.
+Each but the last is a hint that names axes.  The suspect is the axis on which they agree.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Hint(NamedTuple):
 Alone = Sequence[tuple[Layout, str]]
 
 
-def hints(finding: Finding, layout: Layout, alone: Alone = ()) -> list[Hint]:
+def hints(finding: Finding, layout: Layout, alone: Alone = (), state_error: str = "") -> list[Hint]:
     """All that can be said of the first difference of a layout.
 
     Args:
@@ -41,6 +42,7 @@ def hints(finding: Finding, layout: Layout, alone: Alone = ()) -> list[Hint]:
         layout: that has it.
         alone: the layouts of one axis each that were tried, and what came of them: "equal", "differs", "failed" or
             "refused".
+        state_error: what the check of states says.
 
     Returns:
         Hints in the order in which they are printed; the last one is the suspect, if there is any.
@@ -61,6 +63,8 @@ def hints(finding: Finding, layout: Layout, alone: Alone = ()) -> list[Hint]:
     if alone:
         text = ", ".join(f"{part} {word}" for part, word in alone)
         found.append(Hint("alone", text, tuple(dict.fromkeys(axis for part in _guilty(alone) for axis in part.sizes))))
+    if state_error:
+        found.append(Hint("states", state_error))
     suspect = _suspect(found, layout, alone)
     return [*found, Hint("suspect", suspect)] if suspect else found
 
@@ -73,8 +77,8 @@ def _where(finding: Finding) -> str:
     """On which ranks, if not on all."""
     if not finding.ranks:
         return ""
-    numbers = " ".join(map(str, finding.ranks))
-    return f" (only the part{'s' if len(finding.ranks) > 1 else ''} of rank{'s' if len(finding.ranks) > 1 else ''} {numbers})"
+    many = "s" if len(finding.ranks) > 1 else ""
+    return f" (only the part{many} of rank{many} {' '.join(map(str, finding.ranks))})"
 
 
 def _of_factor(finding: Finding, sizes: Mapping[str, int]) -> list[Hint]:

@@ -1,7 +1,7 @@
 """From the records of all ranks to whole tensors.
 
-Every rank keeps its slabs in one vector and says which rectangle of the full tensor each of them is.  A plan, made once,
-holds the place in the whole of every element of every rank's vector; then the whole is one assignment a rank.
+Every rank keeps its slabs in one vector and says which rectangle of the full tensor each of them is.  A plan, made
+once, holds the place in the whole of every element of every rank's vector; then the whole is one assignment a rank.
 
 What lies on the same place must be the same: ranks that hold a part twice are replicas, and replicas do not differ.  A
 place where nothing lies stays NaN, which equals nothing.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from mpitrain.debug.capture import Fact, Record
 from mpitrain.spec import ATOMIC_AXES, slab_shape
 
 Rectangle = tuple[slice, ...]
+
+
+def at(rectangle: Rectangle) -> Any:
+    """The index of a rectangle, which gives a view also of a tensor without dims."""
+    return (..., *rectangle)
 
 
 class Slab(NamedTuple):
@@ -70,8 +75,8 @@ class Holder(NamedTuple):
 
     def part(self, rectangle: Rectangle) -> np.ndarray:
         """What it holds of a rectangle of the full tensor that lies in its own."""
-        inner = (slice(r.start - s.start, r.stop - s.start) for r, s in zip(rectangle, self.rectangle, strict=True))
-        return self.slab[(..., *inner)]
+        pairs = zip(rectangle, self.rectangle, strict=True)
+        return self.slab[at(tuple(slice(r.start - s.start, r.stop - s.start) for r, s in pairs))]
 
 
 class Split(NamedTuple):
@@ -147,7 +152,7 @@ class Plan:
                 found.append(np.full(int(np.prod(slab_shape(rectangle), dtype=np.int64)), self._total))
             else:
                 start, stop = self._ranges[name]
-                found.append(np.arange(start, stop).reshape(shape)[(..., *rectangle)].reshape(-1))
+                found.append(np.arange(start, stop).reshape(shape)[at(rectangle)].reshape(-1))
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def size_of(self, rank: int) -> int:

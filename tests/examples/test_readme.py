@@ -125,6 +125,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"./run_mpi.sh -n 2 examples/train_gpt.py --steps 3 --timeout 20 {TINY}",
         MPI,
     ),
+    # docs/how-to/verify-a-layout.md
+    "mpitrain verify --layout dp2 --layout dp4 train.py": ("mpitrain verify --layout dp2 train.py", ""),
+    "mpitrain verify --layout dp2,tp2,sp -- --tied --kv-heads 2": (
+        "mpitrain verify --layout dp2,tp2,sp -- --tied --kv-heads 2 --layers 1",
+        "",
+    ),
+    "./run_mpi.sh verify --all 8": ("./run_mpi.sh verify --all 2 -- --layers 1", ""),
+    "mpitrain verify --layout dp2 --transport mpi train.py": (
+        "mpitrain verify --layout dp2 --transport mpi train.py",
+        MPI,
+    ),
+    "mpitrain verify --sweep 2000 --seed 0": ("mpitrain verify --sweep 3 --seed 0", ""),
+    # docs/how-to/find-a-mismatch.md
+    "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
     # docs/how-to/run-on-a-cluster.md
     "./run_mpi.sh examples/train_gpt.py --run runs/$SLURM_JOB_ID --steps 20000 --save-every 1000": (
         f"python examples/train_gpt.py --run runs/7 --steps 4 --save-every 2 {TINY}",

@@ -16,7 +16,7 @@ from mpitrain.data.tokens import Tokens
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer
-from mpitrain.pipeline.executor import DATA_AXES, Executor
+from mpitrain.pipeline.executor import CHECKED_STEPS, DATA_AXES, Executor
 from mpitrain.pipeline.passes import with_update
 from mpitrain.pipeline.schedules import one_stage
 
@@ -32,10 +32,11 @@ def waited(bucketed):
     executor = Executor(model, Sgd(model.parameters(), lr=0.1), mesh, with_update(one_stage(1)), reducer=reducer)
     numbers = np.arange(4000, dtype=np.uint8)
     tokens = Tokens(Corpus(numbers, numbers, 256, "bytes", "numbers", (), (), ""), 48)
-    executor.step(tokens.batch_at(0, 64, mesh.dp.rank, mesh.dp.size))
+    for step in range(CHECKED_STEPS):  # in which fingerprints travel too
+        executor.step(tokens.batch_at(step, 64, mesh.dp.rank, mesh.dp.size))
     transport = mesh.merged(DATA_AXES).transport
     before = transport.waited, transport.messages
-    executor.step(tokens.batch_at(1, 64, mesh.dp.rank, mesh.dp.size))
+    executor.step(tokens.batch_at(CHECKED_STEPS, 64, mesh.dp.rank, mesh.dp.size))
     return transport.waited - before[0] - DELAY / 2, transport.messages - before[1] - 1  # less those of COUNT
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the layouts are
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import check_cost
 from checks_layouts import SIZES, layouts, name_of, with_documents
 
 from mpitrain import collectives
@@ -128,6 +130,13 @@ def test_a_classifier_whose_batch_is_of_another_dtype_raises_no_alarm(axes):
 
     losses = LocalWorld(axes.get("dp", 1) * axes.get("tp", 1)).run(main)
     assert len(set(map(tuple, losses))) == 1
+
+
+def test_what_the_check_costs_is_measured_on_every_layout():
+    for layout in check_cost.LAYOUTS:
+        found = check_cost.measure("mini", layout, rounds=1)
+        assert found.keys() == {"plain", "checked", "rules"}
+        assert min(found.values()) > 0
 
 
 # ------------------------------------------------------------------------------------------------------ bugs by rule

@@ -312,6 +312,15 @@ def test_gradients_of_summands_are_copies_and_must_be_the_same(monkeypatch):
     assert "all_reduce.backward, the gradient of the value of sum at test_states_layers.py:" in both(program)
 
 
+def test_a_value_that_only_one_rank_makes_is_found():
+    def program(checker, axis, x):
+        y = x * 2.0
+        if axis.rank:
+            ops.exp(y)
+
+    assert "the value of exp is Invariant over tp, but rank 1 holds another one than rank 0" in both(program)
+
+
 def test_a_program_that_differs_is_found_and_does_not_hang():
     def program(checker, axis, x):
         y = x * 2.0

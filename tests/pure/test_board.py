@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.comm import board_file
+from mpitrain.comm import board_file, watch
 from mpitrain.comm.board import FlightBoard
 from mpitrain.comm.board_file import BoardFile, sweep
 from mpitrain.comm.page import KEPT_CALLS, LEFT, RUNNING, WAITING, Gone
@@ -363,18 +363,101 @@ def test_a_ring_of_three_is_found_and_a_chain_that_can_go_on_is_none(boards: lis
         look.look()
 
 
-def test_ranks_in_the_same_call_or_in_a_message_between_two_are_in_no_ring(boards: list[FlightBoard]) -> None:
+def looks_of(boards: list[FlightBoard], times: int = 3) -> None:
+    looks = [look_of(board) for board in boards]
+    for _ in range(times):
+        for look in looks:
+            look.look()
+
+
+def test_ranks_in_the_same_call_or_with_a_message_on_its_way_are_in_no_ring(boards: list[FlightBoard]) -> None:
     lanes = [board.open("world", (0, 1, 2)) for board in boards]
     for lane in lanes:
         lane.enter(7, "all_reduce", (2,), F4, -1)
-    looks = [look_of(board) for board in boards]
-    for _ in range(3):
-        for look in looks:
-            look.look()
+    looks_of(boards)
     for lane in lanes:
         lane.leave()
+    lanes[1].enter(1, "isend", (2,), F4, 0)
+    lanes[1].leave()
     lanes[0].enter(1, "recv", (2,), F4, 1)
     lanes[1].enter(8, "all_reduce", (2,), F4, -1)
-    for _ in range(3):
-        for look in looks:
-            look.look()
+    looks_of(boards)
+    lanes[0].leave()
+    lanes[0].enter(1, "irecv", (2,), F4, 1, 9)  # waits for nobody
+    looks_of(boards)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "tags"),
+    [
+        ("recv", "recv", (0, 0)),
+        ("recv", "all_reduce", (0, 0)),
+        ("wait irecv", "all_reduce", (0, 0)),
+        ("recv", "wait irecv", (5, 6)),
+    ],
+)
+def test_ranks_that_wait_for_each_others_messages_end_at_the_second_look(
+    boards: list[FlightBoard], capfd: pytest.CaptureFixture[str], mine: str, theirs: str, tags: tuple[int, int]
+) -> None:
+    lanes = [board.open("world", (0, 1, 2)) for board in boards]
+    lanes[0].enter(1, mine, (2,), F4, 2, tags[0])
+    if theirs == "all_reduce":
+        lanes[2].enter(1, theirs, (3,), F4, -1)
+    else:
+        lanes[2].enter(1, theirs, (3,), F4, 0, tags[1])
+    look = look_of(boards[0])
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+    tag = f", tag {tags[0]}" if tags[0] else ""
+    assert f"  rank 0 waits in {mine} on world from rank 2 of it{tag}, call 1, (2,) float32" in capfd.readouterr().err
+
+
+def test_a_message_with_another_tag_is_not_the_one_that_is_waited_for(boards: list[FlightBoard]) -> None:
+    lanes = [board.open("pp", (0, 1, 2)) for board in boards]
+    for tag in (3, 5):
+        lanes[1].enter(1, "send", (2,), F4, 0, tag)
+        lanes[1].leave()
+    lanes[0].enter(1, "recv", (2,), F4, 1, 5)
+    boards[1].leave(0, spoke=False, where="")
+    looks_of(boards[:1])
+    lanes[0].enter(1, "recv", (2,), F4, 1, 4)
+    look = look_of(boards[0])
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+
+
+def test_sends_that_wait_for_each_other_get_time_to_end_by_themselves(
+    boards: list[FlightBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C41: short ones do, at once; nobody knows from outside which are short."""
+    lanes = [board.open("pp", (0, 1, 2)) for board in boards]
+    lanes[0].enter(1, "send", (2,), F4, 1)
+    lanes[1].enter(1, "send", (2,), F4, 0)
+    look = look_of(boards[0])
+    for _ in range(5):
+        look.look()
+    monkeypatch.setattr(watch, "SEND_SECONDS", 0.0)
+    with pytest.raises(Ended):
+        look.look()
+
+
+def test_many_tags_take_no_room_from_collectives_and_accuse_nobody(boards: list[FlightBoard]) -> None:
+    pairs = [board.open("pp", (0, 1, 2)) for board in boards]
+    for tag in range(1000):
+        pairs[1].enter(1, "send", (2,), F4, 0, tag)
+        pairs[1].leave()
+    axes = [board.open("dp", (0, 1, 2)) for board in boards]
+    axes[1].enter(4, "barrier", (), F4, -1)
+    axes[1].leave()
+    assert 4 in boards[1].page.counts().values()
+    boards[1].leave(0, spoke=False, where="")
+    pairs[0].enter(1, "recv", (2,), F4, 1, 2000)  # rank 1 had no room left to count these
+    looks_of(boards[:1])
+    pairs[0].leave()
+    axes[0].enter(5, "barrier", (), F4, -1)
+    look = look_of(boards[0])
+    look.look()
+    with pytest.raises(Ended):
+        look.look()

@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from one_axis import Axis, states_of
 
 import mpitrain.autograd.ops
 from mpitrain import collectives
-from mpitrain.autograd import Function, ops
+from mpitrain.autograd import Function, Tensor, ops
 from mpitrain.autograd.ops.arithmetic import Add, Div, Mul
 from mpitrain.autograd.ops.fused import Linear
 from mpitrain.autograd.ops.linalg import Matmul
@@ -205,6 +207,7 @@ WRONG = [
         for s, words in ((I, "an Invariant"), (R, "a Replicate"), (S(1), r"a Shard\(1\)"))
     ],
     ("what every rank adds", on(ops.sub, I, P), "every rank would add the other one: an all_reduce or reduce_scatter"),
+    ("zeros that learn", on(lambda x: x + Tensor(np.zeros(6), requires_grad=True), P), "Partial value and a constant"),
     ("a number", on(lambda x: x + 1.0, P), "add of a Partial value and a constant over tp; every rank would add"),
     (
         "a choice of a number",
@@ -404,6 +407,21 @@ def test_a_program_that_is_wrong_is_refused_with_the_message_that_it_lacks(progr
     assert text.startswith(("at test_states.py:", "at one_axis.py:")), text
     assert "over tp" in text
     assert text.count("\n") <= 4
+
+
+def test_the_errors_that_the_page_shows_are_those_of_today():
+    """States and duals: the examples that need neither a parameter nor another axis."""
+    said = set()
+    for _, (program, inputs), _ in WRONG:
+        with pytest.raises(StateError) as caught:
+            states_of(program, *inputs)
+        said.add(re.sub(r"^at \S+ | \(from .*", "", str(caught.value).splitlines()[0]))
+    page = (Path(__file__).parents[2] / "docs/explanation/states-and-duals.md").read_text(encoding="utf-8")
+    shown = [line for line in page.splitlines() if " over tp; " in line and "spec of" not in line and line[:3] != "at "]
+    assert len(shown) == 4
+    for line in shown:
+        words = re.sub(r" \(from .*", "", line)
+        assert words in said
 
 
 def called(table):

@@ -1,5 +1,6 @@
 """The state checker: ops of a user's own, what it says, batches and losses, digests."""
 
+import contextlib
 import gc
 import inspect
 import weakref
@@ -92,9 +93,7 @@ def test_an_op_that_sends_follows_its_arrow_on_its_axis_and_its_like_on_others()
     assert states_of(cut_rows, (X, S(2))) == I
     assert states_of(cut_rows, (X, S(2)), (X, I)) == I
     assert states_of(cut_rows, (X, S(1)), axis="cp") == S(1)
-    with pytest.raises(
-        StateError, match=r"cut_rows of a Shard\(1\) value over tp; it is cut along dim 1, not along dim 2"
-    ):
+    with pytest.raises(StateError, match=r"cut_rows of a Shard\(1\) value over tp; it takes a Shard\(2\) one"):
         states_of(cut_rows, (X, S(1)))
     with pytest.raises(
         StateError, match=r"cut_rows with a Shard\(1\) value as input 1 over tp; every rank needs the whole"
@@ -178,6 +177,21 @@ def test_an_error_names_the_parameter_whose_spec_is_wrong():
     )
     assert first.endswith("(from norm.weight)")
     assert second == "  layer_norm(Shard(1) (2, _, 6), Invariant (6,), Replicate (6,))"
+
+
+def test_the_line_is_that_of_the_op_also_where_a_listener_hands_events_on():
+    checker = StateChecker([], Grid("tp"))
+    checker.start()
+    x = Tensor(np.ones(X))
+    checker.declare(x, {"tp": P})
+
+    def hand_on(event):
+        checker(event)
+
+    with listen(hand_on), pytest.raises(StateError) as caught:
+        ops.tanh(x)
+    line = line_of(test_the_line_is_that_of_the_op_also_where_a_listener_hands_events_on, "ops.tanh(x)")
+    assert str(caught.value).startswith(f"at test_states_checker.py:{line}: tanh")
 
 
 def test_a_data_axis_is_called_dp_unless_experts_part_it():
@@ -268,10 +282,17 @@ def test_a_batch_of_any_kind_is_samples_first():
 def test_numbers_that_two_arrays_of_a_batch_hold_are_those_of_none():
     """As many samples as tokens: 0 1 are places and positions."""
     batch = Rows2D(np.zeros((2, 2), int), np.ones((2, 2), int), np.arange(2), np.arange(2))
-    checker, y = with_batch(lambda x, b: ops.take(x, np.arange(2)), "cp", batch)
-    assert checker.states(y) == {"cp": R}
-    checker, y = with_batch(lambda x, b: ops.take(x, b.positions), "cp", batch)
-    assert checker.states(y) == {"cp": S(0)}
+    for axis in ("edp", "cp"):
+        checker, y = with_batch(lambda x, b: ops.take(x, np.arange(2)), axis, batch)
+        assert checker.states(y) == {axis: R}
+        checker, y = with_batch(lambda x, b: ops.take(x, b.positions), axis, batch)
+        assert checker.states(y) == {axis: S(0) if axis == "cp" else R}
+
+
+def test_whole_numbers_are_not_taken_for_the_numbers_that_they_round():
+    batch = {"x": np.array([[1.5, 2.5]])}
+    checker, y = with_batch(lambda x, b: ops.take(x, np.array([[1, 2]])), "edp", batch)
+    assert checker.states(y) == {"edp": R}
 
 
 def test_numbers_that_are_not_finite_are_compared_without_a_warning():
@@ -360,6 +381,17 @@ def test_values_without_a_tape_and_without_dims_are_followed():
             ops.exp(x)
 
 
+def test_a_pass_may_begin_in_the_middle_of_a_tape():
+    checker = StateChecker([], Grid("tp"))
+    x = Tensor(np.ones(X), requires_grad=True)
+    with listen(checker), Tape() as tape:
+        y = ops.exp(x)
+        checker.start()
+        z = y * 2.0
+        tape.run_backward([(z, np.ones(X))])
+    assert checker.states(z) == {}
+
+
 def test_an_op_that_failed_leaves_nothing_behind():
     checker = StateChecker([], Grid("tp"))
     checker.start()
@@ -369,6 +401,20 @@ def test_an_op_that_failed_leaves_nothing_behind():
         with pytest.raises(ShapeError):
             x + np.ones(5)
         assert checker.states(x + np.ones(6)) == {"tp": S(1)}
+
+
+class Tries(Function):
+    """Calls another op that fails, and goes on without it."""
+
+    @staticmethod
+    def forward(x):
+        with contextlib.suppress(ShapeError):
+            Tensor(x) + np.ones(5)
+        return x * 1.0, ()
+
+
+def test_an_op_that_failed_inside_another_is_not_taken_for_it():
+    assert states_of(Tries.apply, (X, S(1))) == S(1)
 
 
 def test_a_state_error_in_an_op_of_two_operands_stays_one():

@@ -375,6 +375,16 @@ def test_events_surround_every_op_on_the_way_there_and_back():
         ("linear.backward", "end", "up"),
     ]
     assert events[3].info["output"] is y.data
+    assert events[3].info["outputs"] == (y,)
+    assert events[0].info["tensors"][1] is events[1].info["tensors"][1] is model.up.weight
+    assert [(e.info["tape"], e.info["node"]) for e in events[4:]] == [(tape, tape.nodes[i]) for i in (1, 1, 0, 0)]
+
+
+def test_a_listener_is_told_of_the_end_of_an_op_when_it_is_on_the_tape():
+    lengths = []
+    with Tape() as tape, listen(lambda event: lengths.append((event.phase, len(tape)))):
+        ops.split(Tensor(X, requires_grad=True), 2)
+    assert lengths == [("begin", 0), ("end", 1)]
 
 
 def test_transposing_a_weight_keeps_its_gradient_a_recipe():

@@ -5,6 +5,7 @@
     mixing.py    how the states of several values meet in one op
     arrows.py    what a message takes and gives
     known.py     what is known of a value, and where it got it
+    around.py    a checker for each executor of a script
     digests.py   do all ranks hold the same values where they should?
 
 The theory: docs/explanation/states-and-duals.md.

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from types import FrameType
 from typing import Any, NamedTuple
 
 from mpitrain.autograd.tape import Node, Tape
@@ -24,7 +25,7 @@ from mpitrain.debug.states.digests import Digests, digest
 from mpitrain.debug.states.known import BatchArrays, Known, Place, of_parameter, outside
 from mpitrain.debug.states.mixing import Call, Mismatch
 from mpitrain.debug.states.rules import PICKS, VIEWS, check_shape, rule_of
-from mpitrain.events import Event
+from mpitrain.events import Event, tell
 from mpitrain.nn.parameter import Parameter
 from mpitrain.spec import INVARIANT, MERGED_AXES, PARTIAL, REPLICATE, State
 
@@ -51,8 +52,8 @@ class StateChecker:
         StateError: (by the op, `finish` or `confirm`, in whose course it is found) on all ranks of the axis: what is
             wrong, at which line, which message is missing or doubled, and where the value comes from.
 
-    Cost: some tens of microseconds an op, about 1 ns for each byte that several ranks should hold alike, and one
-        message of 16 bytes an axis and action.
+    Cost: some tens of microseconds an op, a checksum of what several ranks should hold alike, and one message of 16
+        bytes an axis and action.  benchmarks/check_cost.py measures it.
     """
 
     def __init__(self, parameters: Iterable[Parameter], mesh: Mesh) -> None:
@@ -139,7 +140,7 @@ class StateChecker:
                 if event.phase == "end":
                     self._went_back(event.info)
             elif event.phase == "begin":
-                self._begin(event.info, site_of(sys._getframe(1)))
+                self._begin(event.info, _site())
             else:
                 self._end(event.info)
 
@@ -178,7 +179,7 @@ class StateChecker:
                 kept = next((x for x in known if x is not None and _is_kept(x.states.get(axis), after)), None)
                 if kept is not None:
                     origins[axis] = kept.origins[axis]
-                picks = function in PICKS and (len(before) == 1 or before[1] is None)
+                picks = call.function in PICKS and (len(before) == 1 or before[1] is None)
                 if after == (REPLICATE,) and (picks or any(x is not None and axis in x.own for x in known)):
                     own.add(axis)
         for p, x in zip(inputs, known, strict=True):
@@ -223,10 +224,10 @@ class StateChecker:
     def _went_back(self, info: Mapping[str, Any]) -> None:
         """Note digests of the gradients that should be the same everywhere."""
         node: Node = info["node"]
-        slots = self._slots.get(info["tape"])
-        if slots is None:
+        slots = self._slots.get(info["tape"], {})
+        result = slots.get(node.outputs[0])
+        if result is None:  # recorded before anybody looked
             return
-        result = slots[node.outputs[0]]
         for slot, grad in zip(node.inputs, info["grads"], strict=True):
             x = slots.get(slot)
             if x is not None and grad is not None:
@@ -250,6 +251,14 @@ class StateChecker:
                 for value in values:
                     total = digest(value, total)
             self._digests[axis].add(total, partial(what, axis))
+
+
+def _site() -> str:
+    """Where the op was called of which a listener is told just now; whoever hands events on does not count."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not tell.__code__:
+        frame = frame.f_back
+    return site_of(frame)
 
 
 class _Begun(NamedTuple):

@@ -77,11 +77,10 @@ def outside(states: Mapping[str, State], name: str) -> Known:
 
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
-    "places": {"data": 0},
     "positions": {"cp": 0},
     "documents": {"data": 0},
 }
-"""Arrays of a batch that are not (samples, tokens, ...): which of their dims is cut over which axes."""
+"""Arrays of a batch that are not (samples,) or (samples, tokens, ...): which of their dims is cut over which axes."""
 
 
 class BatchArrays:

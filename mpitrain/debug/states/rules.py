@@ -78,7 +78,7 @@ def linear(call: Call, states: States) -> Outcome:
     bias = states[2]
     if product == PARTIAL and bias != PARTIAL and not call.is_zero(2):
         way = "every rank would add it: add the bias after an all_reduce or reduce_scatter"
-        raise Mismatch(f"{call.title} adds a bias to a Partial product", way, 1 if states[0] is None else 0)
+        raise Mismatch(f"{call.title} adds a bias to a Partial product", way, 2)
     return mix(call, [(0, product), (2, Shard(last) if bias == Shard(0) else bias)])
 
 

@@ -1,0 +1,170 @@
+"""Checked mode: ranks compare what they are about to do before they exchange data.
+
+    world.set_checked()              every call of every axis, from here on
+    with world.checked():            the calls of a block
+
+Ranks of one axis that make different calls hang, or worse: the sum of one with the maximum of another, or two swapped
+sums of one shape, give numbers, and MPI says nothing.  In checked mode every call leaves its fingerprint first
+(fingerprint.py):
+
+    collectives          each member sends its own to all others, with a tag of its own, and compares (comparison.py)
+    send and recv        the sender's travels in a header message, with a tag of its own; the receiver compares
+    non-blocking calls   the same, but the call returns at once; its data follows when the fingerprints agree
+                         (in_check.py)
+
+A difference is a `CollectiveMismatch` on all members, before any data has moved; of swapped calls that look alike
+(call_order.py) at the last of them.  A member whose fingerprint does not come is the flight board's affair: watch.py
+proves from its counts that a member has left, or that ranks wait for each other in different calls, and a member that
+still runs is waited for until the time limit.  Threads of one process know it at once (baton.py).  Between hosts nobody
+sees the counts of the others: what meets in one call of one axis is compared there, too, the rest is the time limit's.
+
+Arrays that are being sent are checked as well: nobody may write them before the message is complete.
+
+Fingerprints are no events and are not counted as bytes sent: they are about messages, and none themselves.  They travel
+from rank to rank and not as a collective, because MPI wants all collectives of a group in one order, and a call in
+flight moves its data later than others on some ranks.
+
+Cost: a collective of n ranks sends n-1 messages of 256 bytes a rank, a message between two one more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from mpitrain.comm.chunked import REST_TAG, Route, Several
+from mpitrain.comm.comparison import Comparison, Header, Ledger
+from mpitrain.comm.fingerprint import WORDS, Fingerprint, fingerprint
+from mpitrain.comm.in_check import Both, Later, Untouched
+from mpitrain.comm.page import stable_hash
+from mpitrain.comm.site import caller_of, site_of, words_of
+from mpitrain.comm.transport import Array, Mode, Pending
+
+HEADER_TAG = 16384  # + the tag of the message; above `MAX_TAG`, below the door's other tags
+GATHER_TAG = REST_TAG - 2
+_SPREAD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class Checks:
+    """The checks of one communicator.
+
+    Args:
+        name: of the axis.
+        ranks: of the world, in axis order.
+        route: the way of messages.
+        mode: of the world.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], route: Route, mode: Mode) -> None:
+        self._mode = mode
+        self._route = route
+        self._rank, self._size = route.transport.rank, route.transport.size
+        self._posts_later = route.transport.kind == "mpi"  # threads refuse by themselves what does not fit
+        self._ledger = Ledger(name, ranks)
+        self._places: dict[tuple[CodeType, int] | None, tuple[int, str]] = {}
+        self._collectives: deque[Later] = deque()  # whose data has not been posted, and receives by peer and tag
+        self._receives: dict[tuple[int, int], deque[Later]] = {}
+        # Of the call that is being made:
+        self._mine: Fingerprint
+        self._check: Pending
+        self._queue: deque[Later]  # of those that come before it
+
+    def post(self, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
+        """Begin a call: leave its fingerprint; never blocks.
+
+        Args:
+            number: of the call.
+            verb: its name.
+            a: the array that this rank brings, or receives into.
+            how: the further arguments.
+            peer: the other rank in a point-to-point message, else -1.
+        """
+        mine = self._mine = fingerprint(number, verb, a, how, self._place(), self._mode.deterministic)
+        words = np.frombuffer(mine.pack(), np.int64)
+        route = self._route(WORDS)
+        if peer < 0:
+            rows = np.empty((self._size, WORDS), np.int64)
+            rows[self._rank] = words
+            others = [(self._rank + step) % self._size for step in range(1, self._size)]
+            parts = [route.irecv(rows[other], other, GATHER_TAG) for other in others]
+            parts += [route.isend(words, other, GATHER_TAG) for other in others]
+            self._check, self._queue = Comparison(self._ledger, mine, rows, Several(parts)), self._collectives
+            return
+        tag = how[1]
+        if "send" in verb:
+            self._check = route.isend(words, peer, HEADER_TAG + tag)
+            return
+        theirs = np.empty(WORDS, np.int64)
+        arrives = route.irecv(theirs, peer, HEADER_TAG + tag)
+        self._check = Header(self._ledger, mine, theirs, arrives, (peer, self._rank), tag)
+        self._queue = self._receives.setdefault((peer, tag), deque())
+
+    def _place(self) -> tuple[int, str]:
+        """Where in the program the call stands: a number that is the same in every process, and its site."""
+        frame, way = caller_of(sys._getframe(2))
+        key = None if frame is None else (frame.f_code, frame.f_lasti)
+        known = self._places.get(key)
+        if known is None:
+            words = "" if frame is None else words_of(frame)
+            known = self._places[key] = stable_hash(words), site_of(frame)
+        return (known[0] + _SPREAD * way) & _MASK, known[1]
+
+    def confirm(self, a: Array, how: tuple[Any, ...], block: Callable[[Pending], None]) -> None:
+        """Of a blocking call: wait until it is known to fit those of the others.
+
+        Args:
+            a: the array of the call.
+            how: its further arguments.
+            block: how to wait.
+
+        Raises:
+            CollectiveMismatch: it does not.
+        """
+        check = self._check
+        block(check)
+        if "send" in self._mine.verb:
+            return
+        while self._queue:
+            self._queue[0].advance()  # its check is complete, too, and data moves in the order of the calls
+        if isinstance(check, Comparison) and check.is_uneven:
+            i, j, sent, received = how
+            mine = np.array([*a.shape, *sent, *received], np.int64)
+            rows = np.empty((self._size, mine.size), np.int64)
+            block(self._route(rows.size).iall_gather(mine, rows))
+            self._ledger.compare_blocks(check, rows, i, j)
+
+    def receiving(self, post: Callable[[], Pending]) -> Pending:
+        """Of a non-blocking call: the message that fills its array, posted when it is known to fit.
+
+        Args:
+            post: posts it.
+        """
+        if self._posts_later:
+            return Later(self._check, post, self._queue, self._mode.unfinished)
+        return Both(self._check, post())
+
+    def sending(self, message: Pending, a: Array) -> Pending:
+        """Of a non-blocking send: the message together with its header.
+
+        Args:
+            message: as it was posted.
+            a: the array that it reads.
+        """
+        return self.untouched(Both(self._check, message), a)
+
+    def untouched(self, message: Pending, a: Array) -> Pending:
+        """Of a non-blocking call: a message whose array nobody may write before it is complete.
+
+        Args:
+            message: as it was posted, or will be.
+            a: the array that it reads.
+        """
+        mine = self._mine
+        call = f"{mine.verb} on axis {self._ledger.name}, call {mine.number}, {mine.shape} {mine.dtype} at {mine.site}"
+        text = f"{call}: the array was written before the message was complete.  Wait for the request first."
+        return Untouched(message, a, text)

@@ -1,0 +1,188 @@
+"""Fingerprints on their way, and what is said when they differ.
+
+    Comparison     of a collective: those of all members arrive
+    Header         of a message between two: the sender's arrives at the receiver
+
+Both are `Pending`s which are complete when the calls are known to fit each other; if they do not, `test` and `wait`
+raise a `CollectiveMismatch`, each time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from mpitrain.comm.call_order import CallOrder
+from mpitrain.comm.fingerprint import Fingerprint, differ, tell_apart
+from mpitrain.comm.transport import Array, Pending
+from mpitrain.errors import CollectiveMismatch
+
+
+class Ledger:
+    """What the comparisons of one axis have in common.
+
+    Args:
+        name: of the axis.
+        ranks: of the world, in axis order.
+
+    Attributes:
+        open: comparisons of which fingerprints are still missing, in the order of the calls.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.open: deque[Comparison] = deque()
+        self._order = CallOrder()
+
+    def compare(self, prints: Sequence[Fingerprint]) -> None:
+        """Compare the fingerprints of all members that are not equal.
+
+        Raises:
+            CollectiveMismatch: the calls do not fit each other, or have been made in another order.
+        """
+        first = prints[0]
+        if differ(prints):
+            self.refuse(first, tell_apart(prints, self.ranks))
+        swap = self._order.swap(first.kind, int(first.number), [int(p.place, 16) for p in prints])
+        if swap is not None:
+            one, other = self.ranks[swap.one], self.ranks[swap.other]
+            self.refuse(
+                first,
+                f"{tell_apart(prints, self.ranks)}.\n"
+                f"  Since call {swap.first} ranks {one} and {other} have made the same calls in another order, "
+                "as if two that look alike were swapped.\n"
+                "  If that is meant, make this call in one line for all ranks.",
+            )
+
+    def compare_blocks(self, call: Comparison, rows: Array, i: int, j: int) -> None:
+        """Of an all-to-all: is the block that each sends to each the one that is expected?
+
+        Args:
+            call: the calls, which fit each other otherwise.
+            rows: one a member: its shape, the lengths of the blocks that it sends, and of those that it receives.
+            i: dim to join along.
+            j: dim to cut along.
+
+        Raises:
+            CollectiveMismatch: naming the first block that is not.
+        """
+        n = len(self.ranks)
+        shapes, sent, received = np.split(rows, (rows.shape[1] - 2 * n, rows.shape[1] - n), axis=1)
+        blocks = np.stack([shapes] * n, axis=1)  # from, to, dim
+        places = np.stack([shapes] * n, axis=0)
+        if i != j:
+            places[..., j] = sent.diagonal()
+        blocks[..., j], places[..., i] = sent, received.T
+        for source, dest in np.argwhere((blocks != places).any(axis=2)):
+            a, b = self.ranks[source], self.ranks[dest]
+            self.refuse(
+                call.mine,
+                f"rank {a} sends {tuple(blocks[source, dest].tolist())} to rank {b}, "
+                f"which expects {tuple(places[source, dest].tolist())}: "
+                f"rank {a} {call.prints[source].told(True)}; rank {b} {call.prints[dest].told(True)}",
+            )
+
+    def refuse(self, call: Fingerprint, text: str) -> NoReturn:
+        """Raise the mismatch of a call."""
+        raise CollectiveMismatch(f"on axis {self.name}, call {call.number}: {text}")
+
+
+class Comparison:
+    """The fingerprints of one collective call.
+
+    Attributes:
+        mine: this rank's.
+        prints: all members', once they have been compared and are not equal.
+        is_uneven: whether blocks must be compared, too (of an all-to-all).
+    """
+
+    def __init__(self, ledger: Ledger, mine: Fingerprint, rows: Array, arrive: Pending) -> None:
+        """`rows`: one fingerprint a member, complete when `arrive` is."""
+        self.mine = mine
+        self.prints: list[Fingerprint] = []
+        self.is_uneven = False
+        self._ledger = ledger
+        self._rows = rows
+        self._arrive = arrive
+        self._done = False
+        self._error: CollectiveMismatch | None = None
+        ledger.open.append(self)
+
+    def test(self) -> bool:
+        """True once all members are known to make this call; earlier calls of the axis are compared first."""
+        calls = self._ledger.open
+        while not self._done and calls[0]._arrive.test():
+            calls.popleft()._compare()
+        return self._result()
+
+    def wait(self) -> None:
+        """Block until all members are known to make this call."""
+        calls = self._ledger.open
+        while not self._done:
+            calls[0]._arrive.wait()
+            calls.popleft()._compare()
+        self._result()
+
+    def _result(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._done
+
+    def _compare(self) -> None:
+        self._done = True
+        packed = self._rows.tobytes()
+        size = len(packed) // len(self._rows)
+        if packed == packed[:size] * len(self._rows) and self.mine.even:
+            return
+        self.prints = [Fingerprint.unpack(packed[at : at + size]) for at in range(0, len(packed), size)]
+        self.is_uneven = not all(p.even for p in self.prints) or len({p.shape for p in self.prints}) > 1
+        try:
+            self._ledger.compare(self.prints)
+        except CollectiveMismatch as error:
+            self._error = error
+            raise
+
+
+class Header:
+    """The sender's fingerprint of a message."""
+
+    def __init__(
+        self, ledger: Ledger, mine: Fingerprint, theirs: Array, arrives: Pending, ways: tuple[int, int], tag: int
+    ) -> None:
+        """`theirs` is filled when `arrives` is complete; `ways`: sender and receiver, as ranks of the axis."""
+        self._ledger = ledger
+        self._mine = mine
+        self._theirs = theirs
+        self._arrives = arrives
+        self._source, self._dest = (ledger.ranks[rank] for rank in ways)
+        self._tag = f" tag {tag}" if tag else ""
+        self._done = False
+
+    def test(self) -> bool:
+        """True once the message is known to be the one that is expected."""
+        if not self._done and self._arrives.test():
+            self._compare()
+        return self._done
+
+    def wait(self) -> None:
+        """Block until the message is known to be the one that is expected."""
+        if not self._done:
+            self._arrives.wait()
+            self._compare()
+
+    def _compare(self) -> None:
+        mine, theirs = self._mine, Fingerprint.unpack(self._theirs.tobytes())
+        if (mine.number, mine.shape, mine.dtype) != (theirs.number, theirs.shape, theirs.dtype):
+            number = f" (call {theirs.number})" if mine.number != theirs.number else ""
+            self._ledger.refuse(
+                mine,
+                f"rank {self._source} {theirs.verb} {theirs.shape} {theirs.dtype} to rank {self._dest}{self._tag}"
+                f"{number} at {theirs.site}; "
+                f"rank {self._dest} {mine.verb} {mine.shape} {mine.dtype} from rank {self._source}{self._tag}"
+                f" at {mine.site}",
+            )
+        self._done = True

@@ -1,0 +1,776 @@
+"""`mpitrain verify` on threads: what is recorded, what is found, and what the command says.
+
+Most tests record functions in this process; those of the command start child processes, as users do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpitrain.models.gpt
+import mpitrain.parallel.sequence
+import mpitrain.parallel.tensor
+from mpitrain.autograd import Tensor, ops
+from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import world
+from mpitrain.debug.capture import Record
+from mpitrain.errors import ConfigError, LaunchError, NumericsError
+from mpitrain.models.mlp import MLP
+from mpitrain.nn import init as initial
+from mpitrain.nn.module import PRECISION, Module
+from mpitrain.nn.parameter import Parameter
+from mpitrain.optim import Sgd
+from mpitrain.optim.adam import AdamW
+from mpitrain.parallel.data import FlatReducer
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.passes import with_update
+from mpitrain.pipeline.schedules import one_stage
+from mpitrain.spec import Spec
+from mpitrain.verify import sweep
+from mpitrain.verify.command import main
+from mpitrain.verify.here import record, record_on
+from mpitrain.verify.judge import Verdict, judge
+from mpitrain.verify.layouts import Layout, all_layouts, parse
+from mpitrain.verify.suspect import hints
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_RANK = Layout(())
+
+
+# ---------------------------------------------------------------------------------------------------- a small training
+
+
+@dataclass(frozen=True)
+class Points:
+    inputs: np.ndarray
+    targets: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.targets)
+
+    def split(self, num_microbatches: int) -> list[Points]:
+        rows = np.array_split(np.arange(self.count), num_microbatches)
+        return [Points(self.inputs[part], self.targets[part]) for part in rows]
+
+
+def points(step: int, rank: int, size: int) -> Points:
+    random = np.random.default_rng(step)
+    inputs, targets = random.normal(size=(12, 3)).astype(np.float32), random.integers(4, size=12)
+    return Points(inputs[rank::size], targets[rank::size])
+
+
+class Added:
+    """A reducer that knows in which order gradients became final."""
+
+    def __init__(self, inner: FlatReducer) -> None:
+        self.inner, self.names = inner, []
+
+    def add(self, p: Any) -> None:
+        self.names.append(p.name)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+
+def mlp(steps: int = 3, clip: float = 0.0, keep: list[Any] | None = None, spoil: float = 0.0) -> Executor:
+    """Train an MLP on the surrounding world; it asks for float32."""
+    mesh = Mesh(world())
+    model = MLP((3, 8, 4), mesh, seed=1)
+    reducer = Added(FlatReducer(model.flats, mesh))
+    executor = Executor(
+        model,
+        Sgd(model.parameters(), lr=0.1, momentum=0.9),
+        mesh,
+        with_update(one_stage(2)),
+        reducer=reducer,
+        clip=clip,
+    )
+    for step in range(steps):
+        if spoil and step == 1:
+            model.parameters()[0].data[0, 0] = spoil
+        executor.step(points(step, mesh.dp.rank, mesh.dp.size))
+        if keep is not None:
+            keep.append((reducer.names, [p.data.copy() for p in model.parameters()], executor.report))
+    return executor
+
+
+# ------------------------------------------------------------------------------------------------- what is recorded
+
+
+def test_a_run_is_recorded_in_float64_and_rank_order_though_the_script_asks_for_neither():
+    ((begin, *steps),) = record(1, mlp)
+    assert [r.facts["is"] for r in (begin, *steps)] == ["begin", "step", "step", "step"]
+    assert all(array.dtype == np.float64 for r in (begin, *steps) for array in r.arrays.values())
+    assert begin.arrays["weight"].std() > 0
+    seen: list[bool] = []
+    record(2, lambda: seen.append(world().deterministic))
+    assert seen == [True, True]
+    [executor] = LocalWorld(1).run(mlp)
+    assert executor.model.parameters()[0].data.dtype == np.float32  # nothing is left behind
+
+
+def test_recording_changes_no_bit_of_a_run():
+    kept: list[Any] = []
+
+    def plain() -> None:
+        world().set_deterministic()
+        PRECISION.set(np.float64)
+        mlp(clip=0.01, keep=kept)
+
+    LocalWorld(1).run(plain)
+    ((_, *steps),) = record(1, lambda: mlp(clip=0.01))
+    for recorded, (_, weights, report) in zip(steps, kept, strict=True):
+        assert recorded.arrays["weight"].tobytes() == b"".join(w.tobytes() for w in weights)
+        assert (recorded.facts["loss"], recorded.facts["norm"]) == (report.loss, report.grad_norm)
+
+
+def test_gradients_are_those_before_clipping():
+    ((_, *plain),) = record(1, lambda: mlp(steps=1))
+    ((_, *clipped),) = record(1, lambda: mlp(steps=1, clip=0.001))
+    assert plain[0].arrays["gradient"].tobytes() == clipped[0].arrays["gradient"].tobytes()
+    assert clipped[0].facts["norm"] == pytest.approx(np.linalg.norm(clipped[0].arrays["gradient"]), rel=1e-12)
+    assert clipped[0].facts["norm"] > 0.001
+    assert not np.array_equal(plain[0].arrays["weight"], clipped[0].arrays["weight"])
+
+
+class Single(Module):
+    """A model of one parameter, whose vector of all slabs is that of one."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__("single")
+        self.weight = Parameter("weight", (3, 1), init=initial.ones)
+        self.materialize(mesh)
+
+    def forward(self, batch: Points) -> Any:
+        return ops.linear(Tensor(batch.inputs), self.weight, None).sum()
+
+
+def test_what_is_recorded_does_not_change_any_more():
+    def train() -> None:
+        mesh = Mesh(world())
+        model = Single(mesh)
+        executor = Executor(model, Sgd(model.parameters(), lr=0.1), mesh, with_update(one_stage(1)), clip=0.001)
+        for step in range(2):
+            executor.step(points(step, 0, 1))
+
+    ((begin, first, second),) = record(1, train)
+    assert begin.arrays["weight"].tolist() == [1.0, 1.0, 1.0]
+    for step in (first, second):
+        assert np.linalg.norm(step.arrays["gradient"]) == pytest.approx(step.facts["norm"], rel=1e-12)
+    assert first.arrays["weight"].tobytes() != second.arrays["weight"].tobytes()
+
+
+def test_gradients_stand_in_the_order_in_which_backward_makes_them_final():
+    kept: list[Any] = []
+    ((_, first, *_),) = record(1, lambda: mlp(keep=kept))
+    assert first.facts["order"] == kept[0][0][: len(first.facts["order"])]
+    assert len(first.facts["order"]) == 6
+
+
+def test_the_optimizers_state_is_recorded_under_its_own_names():
+    ((_, first, *_),) = record(1, mlp)
+    assert list(first.arrays) == ["gradient", "weight", "velocity"]
+    case = sweep.Case(0, ONE_RANK, 5, {**sweep.case_of(4).options, "optimizer": "adamw"})
+    ((_, first, *_),) = record(1, lambda: sweep.train(case, ONE_RANK))
+    assert list(first.arrays) == ["gradient", "weight", "first_moment", "second_moment"]
+
+
+def test_a_run_ends_after_the_steps_that_were_asked_for():
+    reached: list[int] = []
+
+    def train() -> None:
+        mlp(steps=5)
+        reached.append(1)
+
+    for steps, end in ((2, []), (5, []), (6, [1, 1])):
+        reached.clear()
+        for records in record(2, train, steps):
+            assert sum(r.facts["is"] == "step" for r in records) == min(steps, 5)
+        assert reached == end
+
+
+def test_several_executors_are_told_apart_and_their_steps_counted_together():
+    def train() -> None:
+        mlp(steps=2)
+        mlp(steps=2)
+
+    (records,) = record(1, train, steps=3)
+    assert [(r.facts["is"], r.facts["executor"], r.facts.get("step")) for r in records] == [
+        ("begin", 0, None), ("step", 0, 1), ("step", 0, 2), ("begin", 1, None), ("step", 1, 1),
+    ]  # fmt: skip
+    assert judge(records, record(3, train, steps=3)).ok
+
+
+def test_what_a_script_trains_in_a_world_of_its_own_is_not_recorded():
+    def train() -> None:
+        LocalWorld(1).run(mlp)
+        mlp()
+        LocalWorld(2).run(mlp)
+
+    for records in record(2, train):
+        assert [r.facts["is"] for r in records] == ["begin", "step", "step", "step"]
+        assert records[0].facts["sizes"]["edp"] == 2
+
+
+def test_a_step_that_is_cut_short_leaves_its_gradient_and_its_loss():
+    kept: list[list[Record]] = [[]]
+    with pytest.raises(NumericsError):
+        record_on(kept, lambda: mlp(spoil=np.nan))
+    *_, last = kept[0]
+    assert last.facts["step"] == 2
+    assert np.isnan(last.facts["loss"])
+    assert list(last.arrays) == ["gradient"]
+    assert np.isnan(last.arrays["gradient"]).any()
+
+
+# -------------------------------------------------------------------------------------------- layouts, and their faults
+
+MODEL = {"layers": 1, "width": 16, "heads": 4, "seq_len": 8, "batch": 8, "microbatches": 2, "dropout": 0.1, "lr": 1e-3}
+
+
+def prove(layout: str, **options: Any) -> tuple[Verdict, dict[str, str]]:
+    """A GPT in a layout against one rank; the verdict, and the hints if it differs."""
+    case = sweep.Case(3, parse(layout), 17, {**MODEL, **options})
+    alone = record(1, lambda: sweep.train(case, ONE_RANK))[0]
+    tried: dict[Layout, Verdict] = {}
+
+    def verdict_of(some: Layout) -> Verdict:
+        if some not in tried:
+            tried[some] = judge(alone, record(some.ranks, lambda: sweep.train(case, some)))
+        return tried[some]
+
+    verdict = verdict_of(case.layout)
+    if verdict.first is None:
+        return verdict, {}
+    parts = [(part, "equal" if verdict_of(part).ok else "differs") for part in case.layout.parts()]
+    return verdict, {hint.label: hint.text for hint in hints(verdict.first, case.layout, parts)}
+
+
+@pytest.mark.parametrize("layout", [str(layout) for n in (3, 4) for layout in all_layouts(n)])
+def test_every_layout_of_three_and_four_ranks_is_equal(layout):
+    options = {"heads": 3, "width": 12, "seq_len": 18, "batch": 12} if parse(layout).ranks == 3 else {}
+    verdict, _ = prove(layout, tied=parse(layout).ranks == 3, **options)
+    assert verdict.ok, verdict.first
+    assert verdict.worst()[0].share < 0.01  # so far below its bound that any fault would stand out
+
+
+def test_noise_in_a_keys_bias_is_no_difference_however_small_the_rate():
+    """Without clipping AdamW moves a key's bias by more than its bound, in every layout by other noise."""
+    verdict, _ = prove("cp4,ring", clip=0.0, lr=1e-4, kv_heads=1)
+    assert verdict.ok, verdict.first
+    assert verdict.moved.number > 0
+    assert verdict.moved.error > 0
+
+
+def after_finish(then):
+    """A FlatReducer that does one thing more, or another."""
+    whole = FlatReducer.finish
+
+    def finish(self):
+        then(self, whole)
+
+    return finish
+
+
+def doubled(self, whole):
+    whole(self)
+    for flat, axis in self._work:
+        if "tp" not in flat.axes or axis.size > 1:
+            flat.grads *= axis.size
+
+
+def averaged(self, whole):
+    whole(self)
+    for flat, axis in self._work:
+        flat.grads /= axis.size
+
+
+def not_summed(self, whole):
+    for flat, _ in self._work:
+        for p in flat.parameters:
+            p.settle()
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2,tp2"])
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        (doubled, "2 times the value everywhere: doubled over an axis of size 2"),
+        (averaged, "1/2 of the value everywhere: not summed, or averaged"),
+        (not_summed, "other factors elsewhere"),
+    ],
+)
+def test_a_wrong_sum_of_gradients_is_found_where_it_happens(monkeypatch, layout, fault, how):
+    monkeypatch.setattr(FlatReducer, "finish", after_finish(fault))
+    verdict, found = prove(layout)
+    assert (verdict.first.step, verdict.first.what) == (1, "gradient of head.weight")  # which backward finishes first
+    assert how in found["how"]
+    assert found["suspect"] == "dp"
+    assert ("along dp" in found.get("replicas", "")) == (fault is not_summed)
+
+
+def test_a_product_that_is_not_summed_over_tp_is_found_in_the_loss(monkeypatch):
+    monkeypatch.setattr(mpitrain.parallel.tensor, "leave", lambda y, axis, sequence_parallel: y)
+    verdict, found = prove("dp2,tp2")
+    assert verdict.first.kind in ("loss before it is summed", "loss")
+    assert found["alone"] == "dp2 equal, tp2 differs"
+    assert found["suspect"] == "tp"
+
+
+def test_an_input_whose_gradient_is_not_summed_over_tp_is_found_in_the_gradients(monkeypatch):
+    monkeypatch.setattr(mpitrain.parallel.tensor, "enter", lambda x, axis, sequence_parallel: x)
+    verdict, found = prove("tp2")
+    assert verdict.first.kind == "gradient"
+    assert verdict.first.name == "blocks.0.attention.proj.bias"  # of the op in front of the up-projection
+    assert found["suspect"] == "tp"
+
+
+def test_norms_whose_gradients_are_not_summed_with_sequence_parallelism_are_found(monkeypatch):
+    """C39."""
+    monkeypatch.setattr(mpitrain.models.gpt, "between", lambda sequence_parallel: Spec(None))
+    verdict, found = prove("dp2,tp2,sp")
+    assert (verdict.first.step, verdict.first.kind) == (1, "gradient")
+    assert found["alone"] == "dp2 equal, tp2 equal, tp2,sp differs"
+    assert found["suspect"] == "tp2,sp"
+
+
+def test_parameters_that_are_counted_on_every_rank_are_found_in_the_norm(monkeypatch):
+    """C29."""
+    monkeypatch.setattr(Executor, "_counts", lambda self, p: True)
+    verdict, found = prove("dp2")
+    assert (verdict.first.step, verdict.first.kind) == (1, "norm")
+    assert "everything counted 2 times over an axis of size 2 (dp)" in found["how"]
+
+
+def test_targets_that_are_counted_on_one_rank_only_are_found_first(monkeypatch):
+    """C24."""
+
+    class Deaf:
+        def all_reduce(self, x):
+            return x
+
+    whole = Executor.__init__
+
+    def init(self, *args, **kwargs):
+        whole(self, *args, **kwargs)
+        self._axis = Deaf()
+
+    monkeypatch.setattr(Executor, "__init__", init)
+    verdict, found = prove("dp2,tp2")
+    assert (verdict.first.step, verdict.first.kind) == (1, "targets")
+    assert found["suspect"] == "dp"
+
+
+def test_a_replica_whose_optimizer_drifts_in_the_last_digit_is_found(monkeypatch):
+    whole = AdamW.step
+
+    def step(self, lr=None):
+        whole(self, lr)
+        if world().rank == world().size - 1 > 0 and self.updates == 2:
+            self.parameters[-1].data.reshape(-1)[0] *= 1 + 2.0**-52
+
+    monkeypatch.setattr(AdamW, "step", step)
+    verdict, found = prove("dp2")
+    assert (verdict.first.step, verdict.first.kind) == (2, "weight")
+    assert "along dp" in found["replicas"]
+    assert found["suspect"] == "dp"
+
+
+def test_a_state_that_an_optimizer_spoils_on_one_rank_is_found_though_weights_do_not_show_it_yet(monkeypatch):
+    whole = AdamW.step
+
+    def step(self, lr=None):
+        whole(self, lr)
+        if world().rank == 1 and self.updates == sweep.STEPS:
+            self._state["second_moment"][0] *= 1.5
+
+    monkeypatch.setattr(AdamW, "step", step)
+    verdict, _ = prove("tp2")
+    assert (verdict.first.step, verdict.first.kind, verdict.first.ranks or verdict.first.split.ranks) == (
+        sweep.STEPS,
+        "second_moment",
+        (1,) if not verdict.first.split else (0, 1),
+    )
+
+
+def test_weights_that_start_from_other_numbers_are_found_before_the_first_step(monkeypatch):
+    whole = mpitrain.models.gpt.GPT.materialize
+
+    def materialize(self, mesh, seed=0, dtype=np.float32, xp=np):
+        whole(self, mesh, seed + mesh.coords["tp"], dtype, xp)
+
+    monkeypatch.setattr(mpitrain.models.gpt.GPT, "materialize", materialize)
+    verdict, found = prove("dp2,tp2")
+    assert verdict.first.kind == "initial weight"
+    assert found["suspect"] == "tp"
+
+
+# --------------------------------------------------------------------------------------------------------------- sweep
+
+
+def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
+    cases = [sweep.case_of(seed) for seed in range(60)]
+    assert [sweep.case_of(seed) for seed in range(60)] == cases
+    for name in ("tied", "gelu", "dropout", "optimizer", "clip", "reducer", "microbatches", "kv_heads", "layers"):
+        assert len({case.options[name] for case in cases}) > 1, name
+    assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in cases}
+    assert {way for case in cases for way in case.layout.ways} == {"sp", "ring", "ulysses", "rsa"}
+    assert len({case.vocab for case in cases}) > 3
+
+
+def test_random_cases_are_equal_to_one_rank(capsys, tmp_path):
+    path = tmp_path / "sweep.json"
+    assert main(["--sweep", "6", "--seed", "100", "--json", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("6 of 6 cases (seeds 100 to 105) are equal to one rank, 0 failed;")
+    found = json.loads(path.read_text())
+    assert (found["cases"], found["seed"], found["failed"]) == (6, 100, [])
+
+
+def test_a_failing_case_is_repeated_by_the_command_that_is_printed(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(FlatReducer, "finish", after_finish(doubled))
+    path = tmp_path / "sweep.json"
+    seeds = [seed for seed in range(40) if sweep.case_of(seed).layout.sizes.get("dp", 1) > 1]
+    broken = next(s for s in seeds if sweep.case_of(s).options["reducer"] == "flat")
+    assert main(["--sweep", "1", "--seed", str(broken), "--json", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert f"repeat    mpitrain verify --sweep 1 --seed {broken}\n" in text
+    assert "0 of 1 cases" in text
+    (failed,) = json.loads(path.read_text())["failed"]
+    assert failed["seed"] == broken
+
+
+def test_a_case_in_which_a_rank_raises_fails_and_the_sweep_goes_on(capsys):
+    def train(case, layout):
+        if layout.ranks > 1 and world().rank == 1:
+            raise ConfigError("this was not to be refused")
+        sweep.train(case, layout)
+
+    many = next(seed for seed in range(20) if sweep.case_of(seed).layout.ranks > 1)
+    assert sweep.main(2, many, train=train) == 1
+    assert "ConfigError: this was not to be refused" in capsys.readouterr().out
+
+    def never(case, layout):
+        raise ConfigError("not even on one rank")
+
+    assert sweep.main(1, many, train=never) == 1
+    assert "on one rank already: ConfigError: not even on one rank" in capsys.readouterr().out
+
+    def nothing(case, layout):
+        pass
+
+    assert sweep.main(1, many, train=nothing) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+SCRIPT = '''
+"""A script of a user; its first word says what is wrong with it."""
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import beside  # a module in the script's own folder
+from mpitrain.errors import ConfigError, StateError
+from mpitrain import AdamW, Executor, GPT, GPTConfig, Mesh, Tokens, load, one_stage, with_update, world
+
+
+@dataclass
+class Layout:
+    dp: "int | None" = None
+    tp: int = 1
+
+
+how, *flags = sys.argv[1:]
+assert __name__ == "__main__" and beside.NAME == "beside" and __file__ == sys.argv[0]
+layout = Layout()
+for flag, value in zip(flags[::2], flags[1::2]):
+    if how == "takes none" or (how == "dp only" and flag != "--dp"):
+        print("usage: script.py\\nscript.py: error: unrecognized arguments:", flag, value, file=sys.stderr)
+        sys.exit(2)
+    if how != "deaf":
+        setattr(layout, flag.removeprefix("--"), int(value))
+here = world()
+mesh = Mesh(here, dp=layout.dp, tp=layout.tp)
+print("a word of the script")
+if how == "no step":
+    sys.exit()
+if how == "broken":
+    raise ValueError("always broken")
+if here.size > 1:
+    if how == "dies" and here.rank == 1:
+        raise RuntimeError("it broke on rank 1")
+    if how == "hangs":
+        open("it hangs", "w").close()
+        time.sleep(60)
+    if how == "breaks a rule":
+        raise StateError("a rule of ours is broken")
+tokens = Tokens(load("text.txt"), seq_len=8)
+model = GPT(GPTConfig(layers=1, width=16, heads=2, seq_len=8), mesh, seed=1)
+executor = Executor(model, AdamW(model.parameters(), lr=1e-3), mesh, with_update(one_stage(1)), clip=1.0)
+finish = executor.reducer.finish
+def twice():
+    finish()
+    for flat in model.flats:
+        flat.grads *= mesh.dp.size
+if how == "doubles":
+    executor.reducer.finish = twice
+for batch in tokens.batches(4, mesh.dp.rank, mesh.dp.size, stop_step=50 - 48 * (how == "short" and here.size > 1)):
+    if how == "refuses late" and here.size > 1 and batch.step == 1:
+        raise ConfigError("not on a Sunday")
+    if how == "nan" and here.size > 1 and batch.step == 1:
+        model.parameters()[0].data[0] = np.nan
+    executor.step(batch)
+'''
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A folder with the script, a module and a text beside it; the current folder is that of the text."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "script.py").write_text(SCRIPT)
+    (tmp_path / "code" / "beside.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "text.txt").write_text("".join(f"{n} bottles of beer\n" for n in range(200)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return "code/script.py"
+
+
+def test_a_script_is_proven_in_layouts_and_its_words_are_swallowed(script, capsys, tmp_path):
+    path = tmp_path / "found.json"
+    assert main(["--layout", "dp2", "--layout=dp2,tp2", "--json", str(path), script, "good"]) == 0
+    said = capsys.readouterr()
+    kinds = "gradients, weights, first moments, second moments"
+    assert said.out.startswith(f"one rank: 4 steps of 17 tensors ({kinds}), loss ")
+    assert [line.split()[:2] for line in said.out.splitlines()[1:3]] == [["dp2", "equal"], ["dp2,tp2", "equal"]]
+    assert "2 layouts: 2 equal" in said.out
+    assert "a word of the script" not in said.out + said.err
+    found = json.loads(path.read_text())
+    assert found["command"] == [script, "good"]
+    assert (found["steps"], len(found["losses"]), found["exit_code"]) == (4, 4, 0)
+    second = found["layouts"][1]
+    assert (second["layout"], second["ranks"], second["flags"]) == ("dp2,tp2", 4, ["--dp", "2", "--tp", "2"])
+    assert (second["outcome"], second["first"], second["steps"]) == ("equal", None, 4)
+    assert second["compared"] == 17 + 4 * (5 + 4 * 17)
+    worst = second["worst"][0]
+    assert 0 < worst["error"] < worst["allowed"]
+    assert worst["equal"]
+    assert worst["why"].startswith("1e-10 x")
+
+
+def test_a_script_that_is_wrong_gets_a_table_a_place_and_a_suspect(script, capsys, tmp_path):
+    path = tmp_path / "found.json"
+    assert main(["--layout", "dp2,tp2", "--first", "2", "--json", str(path), script, "doubles"]) == 1
+    text = capsys.readouterr().out
+    assert "dp2,tp2  DIFFERS" in text
+    assert "first at step 1, gradient of head.weight" in text
+    assert "doubled over an axis of size 2 (dp or tp)" in text
+    assert "alone     dp2 differs, tp2 equal" in text
+    assert "suspect   dp\n" in text
+    rows = text[text.index("why so much is allowed") :].splitlines()[1:9]
+    assert all("x" in row for row in rows)
+    shares = [float(row.split()[2]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    found = json.loads(path.read_text())["layouts"][0]
+    assert found["first"] | {"error": 0, "allowed": 0, "at": 0, "ratio": 0, "why": 0} == {
+        "step": 1, "kind": "gradient", "name": "head.weight", "equal": False, "problem": "", "ranks": [], "axes": [],
+        "error": 0, "allowed": 0, "ratio": 0, "factor": pytest.approx(2.0), "at": 0, "why": 0,
+    }  # fmt: skip
+    assert found["outcome"] == "differs"
+    assert found["hints"][-1] == {"label": "suspect", "text": "dp", "axes": []}
+
+
+def test_a_layout_that_becomes_nan_fails_with_the_place(script, capsys):
+    assert main(["--layout", "dp2", script, "nan"]) == 1
+    text = capsys.readouterr().out
+    assert "dp2  FAILED" in text
+    assert "NumericsError: after 1 updates the loss is nan" in text
+    assert "first     step 2, loss\n" in text
+    assert "not a number" in text
+
+
+def test_a_rank_that_dies_and_one_that_hangs_fail_and_the_others_are_still_judged(script, capsys, tmp_path):
+    assert main(["--layout", "dp2", script, "dies"]) == 1
+    text = capsys.readouterr().out
+    assert "ended with exit code 1: RuntimeError: it broke on rank 1" in text
+    assert "  | Traceback (most recent call last):" in text
+    began = time.monotonic()
+    path = tmp_path / "found.json"
+    assert main(["--layout", "dp2", "--timeout", "2", "--json", str(path), script, "hangs"]) == 1
+    assert time.monotonic() - began < 20
+    assert "did not end within 2 s" in capsys.readouterr().out
+    assert json.loads(path.read_text())["layouts"][0]["outcome"] == "failed"
+
+
+def test_a_layout_that_makes_fewer_steps_differs(script, capsys):
+    assert main(["--layout", "dp2", script, "short"]) == 1
+    assert "step 3 was made on one rank alone, but not on ranks 0 1 of the layout" in capsys.readouterr().out
+
+
+def test_flags_that_a_script_refuses_are_shown_once_and_are_no_proof(script, capsys):
+    assert main(["--layout", "dp2", "--layout", "tp2", script, "dp only"]) == 2
+    text = capsys.readouterr().out
+    assert "tp2  refused" in text
+    assert "tp2 was refused by the script:\nunrecognized arguments: --tp 2" in text
+    assert "2 layouts: 1 equal, 1 refused" in text
+    # in a list of all layouts a refusal is no failure, as long as anything is proven
+    assert main(["--all", "2", script, "dp only"]) == 0
+    assert main(["--layout", "tp2", script, "dp only"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("breaks a rule", "StateError: a rule of ours is broken"), ("refuses late", "ConfigError: not on a Sunday")],
+)
+def test_what_is_no_refusal_before_the_first_step_is_a_failure(script, capsys, how, said):
+    assert main(["--all", "2", "--at-once", "1", script, how]) == 1
+    text = capsys.readouterr().out
+    assert "dp2          FAILED" in text
+    assert f"ended with exit code 2: {said}" in text
+
+
+def test_layouts_that_are_all_refused_prove_nothing(script, capsys):
+    assert main(["--all", "2", script, "takes none"]) == 2
+    assert "6 layouts: 6 refused.  Nothing was proven." in capsys.readouterr().out
+
+
+def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
+    assert main(["--layout", "tp2", script, "deaf"]) == 2
+    refused = "tp2 was refused by the script:\nthe script did not obey --tp 2: its mesh was dp 2"
+    assert refused in capsys.readouterr().out
+    assert main(["--layout", "dp2", script, "deaf"]) == 0  # which it does by itself
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("broken", "ended with exit code 1 already on one rank"),
+        ("no step", "made no step on one rank: there is nothing to compare"),
+    ],
+)
+def test_a_script_that_does_not_train_on_one_rank_is_the_users_mistake(script, capsys, how, said):
+    with pytest.raises(ConfigError, match="code/script.py " + said):
+        main(["--layout", "dp2", script, how])
+    if how == "broken":
+        error = capsys.readouterr().err
+        assert "  | ValueError: always broken" in error
+        assert "runpy" not in error
+
+
+def test_the_trainer_is_proven_where_no_script_is_given(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    assert main(["--all", "2", "--at-once", "1", "--", "--tied", "--layers", "1"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()[1:7]] == [str(layout) for layout in all_layouts(2)]
+    assert "6 layouts: 6 equal" in text
+    assert "4 steps of 16 tensors" in text  # tied: no head
+    assert not list(tmp_path.iterdir())  # its run folder was one of verify's own
+
+
+def test_a_layout_that_the_trainer_cannot_take_is_refused_with_its_reason(capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main(["--layout", "tp2", "--", "--heads", "1", "--layers", "1"]) == 2
+    assert "--heads 1 is not divisible by --tp 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        ([], ConfigError, "give a --layout"),
+        (["--layout"], ConfigError, "its value is missing"),
+        (["--layout", "xy"], ConfigError, "no word of a layout"),
+        (["--layout", "dp2", "nowhere.py"], ConfigError, "there is no such script"),
+        (["--layuot", "dp2"], ConfigError, "no such option"),
+        (["--all", "0"], ConfigError, "must be a whole number from 1 to 1024"),
+        (["--all"], ConfigError, "its value is missing"),
+        (["--first", "0", "--layout", "dp2"], ConfigError, "whole number from 1"),
+        (["--transport", "tcp", "--layout", "dp2"], ConfigError, "must be one of local, mpi"),
+        (["--sweep", "3", "--layout", "dp2"], ConfigError, "makes its own models and layouts"),
+        (["--sweep", "3", "--transport", "mpi"], ConfigError, "makes its own models and layouts"),
+        (["--layout", "dp2", "--json", "/nowhere/at/all.json"], ConfigError, "cannot be written"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_runs(words, error, said):
+    with pytest.raises(error, match=said):
+        main(words)
+
+
+def test_ranks_of_an_mpirun_do_not_verify(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="starts its ranks itself"):
+        main(["--layout", "dp2"])
+
+
+def test_help_names_every_option_and_every_word(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in ("layout", "all", "transport", "first", "sweep", "seed", "json", "timeout", "at-once", "verbose"):
+        assert f"--{word}" in text
+    assert "dpN cpN tpN" in text
+    assert "sequence parallelism" in text
+
+
+def test_verbose_shows_what_the_scripts_print_and_every_row(script, capsys):
+    assert main(["--layout", "dp2", "--verbose", "--first", "1", script, "good"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("  | a word of the script") == 3  # one rank, and two
+    assert "more, none of them worse" not in text
+
+
+def test_an_argument_may_name_a_folder_of_each_runs_own(script, tmp_path):
+    code = (tmp_path / script).read_text()
+    (tmp_path / script).write_text("import os, sys\nos.mkdir(sys.argv.pop(2))\n" + code)  # there is none yet
+    assert main(["--layout", "dp1", "--layout", "dp1,tp1", script, "good", "{run}"]) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_it_and_everything_it_has_started(script, number, code, tmp_path):
+    mark = f"MPITRAIN_TEST_MARK={os.getpid()}-{number}"
+    name, _, value = mark.partition("=")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mpitrain", "verify", "--layout", "dp2", script, "hangs"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, name: value, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline().startswith("one rank")
+    while not (tmp_path / "it hangs").exists():
+        time.sleep(0.02)
+    assert len(_marked(mark)) == 2
+    child.send_signal(number)
+    _, error = child.communicate(timeout=20)
+    assert child.returncode == code
+    assert "Traceback" not in error
+    deadline = time.monotonic() + 5
+    while _marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _marked(mark)
+    assert not list(tmp_path.glob("mpitrain-verify-*"))
+
+
+def _marked(mark: str) -> list[str]:
+    """Living processes whose environment carries a mark."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                found.append(entry)
+    return found
