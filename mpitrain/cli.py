@@ -78,7 +78,9 @@ def _dispatch(words: list[str]) -> int:
 
             return doctor(rest)
         case _:
-            raise ConfigError(f"{word!r} is no command of mpitrain.  Commands: train local verify doctor; see mpitrain --help")
+            raise ConfigError(
+                f"{word!r} is no command of mpitrain.  Commands: train local verify doctor; see mpitrain --help"
+            )
 
 
 def _local(words: list[str]) -> int:

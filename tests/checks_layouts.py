@@ -96,7 +96,7 @@ def few(tokens: Tokens, mesh: Mesh, model: GPT) -> list[Batch]:
 
 def with_documents(batch: Batch) -> Batch:
     """Rows that hold several documents of different lengths and end in padding, which are no targets."""
-    rows, length = batch.inputs.shape
+    length = batch.inputs.shape[1]
     ends = 1 + (batch.places[:, None] * 5 + np.array([2, 3])) % (length - 2)
     documents = (np.arange(length) >= ends[:, :1]).astype(np.int64) + (np.arange(length) >= ends[:, 1:])
     documents[np.arange(length) >= length - batch.places[:, None] % 4] = -1

@@ -53,7 +53,8 @@ def ring(pages: Mapping[int, Page], start: int) -> Ring | None:
 def _missing(call: Call, counts: Mapping[int, Mapping[int, int]]) -> Iterator[int]:
     """Those of the ranks that wait, for whom a call waits."""
     if call.peer >= 0:
-        if call.partner in counts and not entered(counts[call.partner], answer_key(call.key), call.number):
+        partner = counts.get(call.partner)  # without a key of its own the call's page is too full to prove anything
+        if call.key and partner is not None and not entered(partner, answer_key(call.key), call.number):
             yield call.partner
         return
     for rank, of_rank in counts.items():

@@ -26,7 +26,7 @@ def cases(*ranks):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), cases(1, 2, 4, 8))
 def test_every_layout_is_the_same_run(ranks, layout, tied):
-    """T2.2, T11.1, T11.3, T11.5, T13.1, T14.6; dropout on; weights of replicas compared bit by bit after each step (C39)."""
+    """T2.2, T11.1, T11.3, T11.5, T13.1, T14.6, C39: with dropout; after each step replicas hold the same bits."""
     run(ranks, tied=tied, **layout)
 
 

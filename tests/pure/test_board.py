@@ -461,3 +461,15 @@ def test_many_tags_take_no_room_from_collectives_and_accuse_nobody(boards: list[
     look.look()
     with pytest.raises(Ended):
         look.look()
+
+
+def test_a_rank_whose_own_page_is_full_proves_no_ring(boards: list[FlightBoard]) -> None:
+    lanes = [board.open("pp", (0, 1, 2)) for board in boards]
+    for tag in range(300):
+        lanes[0].enter(1, "send", (2,), F4, 1, tag)
+        lanes[0].leave()
+    lanes[1].enter(1, "send", (2,), F4, 0, 900)
+    lanes[1].leave()
+    lanes[0].enter(1, "recv", (2,), F4, 1, 900)  # under way, but this page has no room for its channel
+    lanes[1].enter(1, "barrier", (), F4, -1)
+    looks_of(boards)

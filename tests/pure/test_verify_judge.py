@@ -353,7 +353,7 @@ def test_a_weight_with_next_to_no_gradient_may_differ_by_what_rounding_does_to_i
         {**ALIKE, "gap": 1.1e-8 * STEP},
         {"gradient": 1e-17, "layouts_gradient": SMALL, "gap": 1.1e-8 * STEP},  # as the larger of the two allows
         {"gradient": 0.0, "layouts_gradient": 0.0, "gap": 1e-12 * STEP},  # nothing moves it
-        {"name": "up"},  # decays
+        {"name": "up", "gap": 1e-7 * STEP},  # decays
         {"gap": np.nan},
         {"layouts_gradient": np.nan},
     ],
