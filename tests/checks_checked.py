@@ -162,6 +162,16 @@ def check_pair(name: str) -> Callable[[World], None]:
     return check
 
 
+def another_op_in_flight_is_told_by_the_next_call(world: World) -> None:
+    line, is_astray = line_of(world)
+    with world.checked():
+        request = line.iall_reduce(ZEROS, "max" if is_astray else "sum")
+        said = refused(lambda: line.all_reduce(ZEROS), "on axis line, call 1: ", " sum at ", " max at ")
+        assert refused(request.wait) == said
+    assert not world.mode.unfinished
+    assert set(world.exchange(said)) == {said}
+
+
 def sums_in_rank_order_on_one_rank_only_are_told(world: World) -> None:
     line, is_astray = line_of(world)
     with checks_comm.mode(world, deterministic=is_astray), world.checked():
@@ -511,6 +521,7 @@ def every_message_of_the_door_is_let_through(world: World) -> None:
 
 CHECKS: list[Callable[[World], None]] = [
     *map(check_pair, PAIRS),
+    another_op_in_flight_is_told_by_the_next_call,
     sums_in_rank_order_on_one_rank_only_are_told,
     calls_that_are_swapped_in_two_branches_are_told,
     functions_that_are_called_in_another_order_are_told,
