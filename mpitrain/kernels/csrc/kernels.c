@@ -12,13 +12,21 @@
 #if REAL_IS_FLOAT
 #define PRECISION float
 #define MT_SQRT sqrtf
+#define MT_FMA __builtin_fmaf
 #define MT_LOG logf
 #define REAL_LOWEST (-FLT_MAX)
 #else
 #define PRECISION double
 #define MT_SQRT sqrt
+#define MT_FMA __builtin_fma
 #define MT_LOG log
 #define REAL_LOWEST (-DBL_MAX)
+#endif
+
+#ifdef __FMA__
+#define MT_MULADD(a, b, c) MT_FMA(a, b, c)
+#else /* a call of the library */
+#define MT_MULADD(a, b, c) ((a) * (b) + (c))
 #endif
 
 #define LANES 16
@@ -97,27 +105,41 @@ static void dropout(const void *x_, const uint64_t *hashes, uint64_t threshold, 
     }
 }
 
+/* x + dropout(y), with one rounding where there is an instruction for it.  Said outright: left to the compiler, the body
+ * of a loop and its end would round in different ways, and ranks that hold the same numbers at other addresses too. */
+static inline REAL plus_dropped(REAL x, REAL y, mt_word row, mt_word column, uint64_t threshold, REAL keep_scale) {
+    const mt_word limit = (mt_word)threshold;
+    return MT_MULADD(mt_mix32(row ^ column) >= limit ? y : REAL_C(0.0), keep_scale, x);
+}
+
+static void residual_row(const REAL *RESTRICT x, const REAL *RESTRICT y, const REAL *RESTRICT bias, REAL *RESTRICT out,
+                         len width) {
+    if (bias)
+        for (len j = 0; j < width; j++) out[j] = x[j] + (y[j] + bias[j]);
+    else
+        for (len j = 0; j < width; j++) out[j] = x[j] + y[j];
+}
+
+static void residual_dropout_row(const REAL *RESTRICT x, const REAL *RESTRICT y, const REAL *RESTRICT bias, mt_word row,
+                                 uint64_t threshold, REAL keep_scale, REAL *RESTRICT out, len width) {
+    if (bias)
+        for (len j = 0; j < width; j++)
+            out[j] = plus_dropped(x[j], y[j] + bias[j], row, mt_column((mt_word)j), threshold, keep_scale);
+    else
+        for (len j = 0; j < width; j++)
+            out[j] = plus_dropped(x[j], y[j], row, mt_column((mt_word)j), threshold, keep_scale);
+}
+
 /* out = x + dropout(y + bias) */
-static void residual(const void *x_, const void *y_, const void *bias_, const uint64_t *hashes, uint64_t threshold,
+static void residual(const void *x_, const void *y_, const void *bias, const uint64_t *hashes, uint64_t threshold,
                      double keep_scale, void *out_, len rows, len width) {
-    const REAL *RESTRICT x = x_, *RESTRICT y = y_, *RESTRICT bias = bias_;
-    REAL *RESTRICT out = out_;
-    for (len i = 0; i < rows; i++, x += width, y += width, out += width) {
-        if (!hashes) {
-            if (bias)
-                for (len j = 0; j < width; j++) out[j] = x[j] + (y[j] + bias[j]);
-            else
-                for (len j = 0; j < width; j++) out[j] = x[j] + y[j];
-            continue;
-        }
-        const mt_word row = mt_fold(hashes[i]);
-        if (bias)
-            for (len j = 0; j < width; j++)
-                out[j] = x[j] + dropped(y[j] + bias[j], row, mt_column((mt_word)j), threshold, (REAL)keep_scale);
+    const REAL *x = x_, *y = y_;
+    REAL *out = out_;
+    for (len i = 0; i < rows; i++, x += width, y += width, out += width)
+        if (hashes)
+            residual_dropout_row(x, y, bias, mt_fold(hashes[i]), threshold, (REAL)keep_scale, out, width);
         else
-            for (len j = 0; j < width; j++)
-                out[j] = x[j] + dropped(y[j], row, mt_column((mt_word)j), threshold, (REAL)keep_scale);
-    }
+            residual_row(x, y, bias, out, width);
 }
 
 /* ------------------------------------------------------------------------------------------------------ layer norm */
