@@ -1,4 +1,6 @@
-"""Which code NumPy's OpenBLAS takes: on one family of processors its own choice is not the fastest.
+"""How NumPy's BLAS computes: with which code, and on how many threads.
+
+On one family of processors OpenBLAS's own choice of code is not the fastest.
 
 OpenBLAS chooses by the instructions that a processor has.  AMD's Zen 4 has AVX-512 but runs such an instruction as two
 halves, and there OpenBLAS's AVX2 code multiplies matrices about 6 % faster than its AVX-512 code (docs/performance.md).
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "OPENBLAS_CORETYPE"
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+"""Variables by which a user says how many threads a BLAS has; read when it is loaded."""
 NUMPY_WAS_LOADED = "numpy" in sys.modules
 """Whether somebody loaded NumPy before: then its choice stands."""
 CPUINFO = Path("/proc/cpuinfo")
@@ -32,6 +36,19 @@ def load_numpy() -> None:
         import numpy  # noqa: F401 - for what it does
     finally:
         del os.environ[VARIABLE]
+
+
+def one_thread() -> None:
+    """One BLAS thread in this process, unless the user has said otherwise: where ranks share cores, more only wait.
+
+    NumPy has been loaded with the package, so its threads are taken away afterwards.
+    """
+    if any(name in os.environ for name in THREADS):
+        return
+    os.environ.update(dict.fromkeys(THREADS, "1"))  # for what is loaded later
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1)
 
 
 def is_zen4() -> bool:

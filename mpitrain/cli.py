@@ -94,11 +94,10 @@ def _local(words: list[str]) -> int:
     count = words[1]
     if not (count.isascii() and count.isdigit() and 1 <= int(count) <= 1024):
         raise ConfigError(f"-n {count}: the number of ranks must be a whole number from 1 to 1024")
-    # The promise is bitwise equality with mpirun in deterministic mode: one BLAS thread, as each rank has there.
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
+    from mpitrain.blas import one_thread
     from mpitrain.comm.local import run_script
 
+    one_thread()  # as each rank has under mpirun: the same bits in deterministic mode
     return run_script(int(count), words[2], words[3:])
 
 

@@ -267,7 +267,12 @@ def write(config: Config, path: str) -> None:
 
 def names_a_file(argv: Sequence[str]) -> bool:
     """Whether the command line takes settings from a file."""
-    return any(flag == "--config" or flag.startswith("--config=") for flag in argv)
+    return gives(argv, "--config")
+
+
+def gives(argv: Sequence[str], flag: str) -> bool:
+    """Whether the command line gives an option."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in argv)
 
 
 def wants_help(argv: Sequence[str]) -> bool:

@@ -40,6 +40,7 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
             else "none: one rank",
         ),
         *([("traffic", _traffic(config, mesh, model))] if world.size > 1 else []),
+        *([("checks", "every message and the state of every value, at every step")] if config.check else []),
         ("corpus", str(corpus)),
         ("run", str(folder)),
     ]

@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,7 @@ TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
 BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than the ten that were timed
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
+SAMPLE_SHARE = 0.1  # of --timeout: for about so long ranks that wait for the sample hear nothing of it
 MUST_STAY = ("layers", "width", "heads", "kv_heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
 
@@ -101,7 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _settings_of_resumed(flags: list[str], found: Path) -> Config:
-    """The settings with which the run was started, and flags that win over them; its number of steps stays."""
+    """The settings with which the run was started, and flags that win over them; its number of steps stays.
+
+    How many ranks divided the batch is of the start that is over: unless it is asked for, all that are left do now.
+    """
     saved = checkpoint.read_manifest(found).scalars.get("config")
     if isinstance(saved, dict):
         saved = {"kv_heads": None, **saved}  # runs that are older than this setting do not name it
@@ -112,14 +117,18 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
     named = settings.names_a_file(flags)
     if home is not None and not named and Path(home, "config.toml").is_file():
         config = settings.parse(["--config", f"{home}/config.toml", "--run", home, *flags])
+        if not settings.gives(flags, "--dp"):
+            config = replace(config, dp=None)
     else:
-        config = settings.parse(flags, {**saved, "run": home})
+        config = settings.parse(flags, {**saved, "run": home, "dp": None})
     if config.steps is None:
         config = config.fixed(saved["steps"])
     for name in MUST_STAY:
-        if getattr(config, name) != saved[name]:
+        # Heads of keys and values that nobody asked for are as many as heads, and those are compared before.
+        before, now = (of[name] if of[name] is not None else of["heads"] for of in (saved, asdict(config)))
+        if before != now:
             raise CheckpointError(
-                f"{found} was saved with {name} {saved[name]}, now it is {getattr(config, name)}.\n"
+                f"{found} was saved with {name} {before}, now it is {now}.\n"
                 f"A run cannot go on with another {name}: leave the option out, or start a new run."
             )
     return config
@@ -247,10 +256,7 @@ class Training:
         if last < steps:
             self._say(f"stopped after step {last} of {steps}; go on with: --run {self.folder} --resume latest")
         elif self.config.sample_length:
-            # Every replica holds the same weights, so the ranks of one tp axis write and the others wait.
-            writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis != "tp")
-            sample = together(self.world, self._sample, here=writes)
-            self._say(f"sample {self.folder / 'sample.txt'}\n\n{sample}\n")
+            self._say(f"sample {self.folder / 'sample.txt'}\n\n{self._sample()}\n")
         self._say(f"done in {duration(time.perf_counter() - self.began)}")
 
     def _draw_curve(self, path: Path) -> None:
@@ -264,11 +270,31 @@ class Training:
         is_text = self.corpus.kind == "bytes"
         start = int(np.argmax(val[:4096] == ord("\n"))) + 1 if is_text and b"\n" in val[:4096].tobytes() else 0
         prompt = [int(token) for token in val[start : start + max(1, self.config.seq_len // 2)]]
-        tokens = [*prompt, *generate(self.model, prompt, self.config.sample_length, seed=self.config.seed)]
+        tokens = [*prompt, *self._continued(prompt)]
         text = bytes(tokens).decode("utf-8", errors="replace") if is_text else " ".join(map(str, tokens))
-        if self.reports:
-            (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        path = self.folder / "sample.txt"
+        together(self.world, lambda: path.write_text(text + "\n", encoding="utf-8"), here=self.reports)
         return text
+
+    def _continued(self, prompt: list[int]) -> list[int]:
+        """What the model writes after a prompt; nothing on ranks that only wait.
+
+        Every replica holds the same weights, so the ranks of one tp axis write.  The others hear of it every now and
+        then: however long it takes, no message waits for as long as --timeout.
+        """
+        length, seldom = self.config.sample_length, SAMPLE_SHARE * self.config.timeout
+        writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis != "tp")
+        more = generate(self.model, prompt, length, seed=self.config.seed)
+        written: list[int] = []
+        done, size = 0, 1
+        while done < length:
+            began = time.perf_counter()
+            if writes:
+                written += islice(more, size)
+            slowest = max(self.world.exchange(time.perf_counter() - began))
+            done += size
+            size = min(length - done, max(1, int(size * seldom / max(slowest, 1e-9))))
+        return written
 
     # -- before the first step ----------------------------------------------------------------------------------------
 

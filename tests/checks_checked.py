@@ -382,19 +382,21 @@ def only_the_ranks_of_the_axis_are_told(world: World) -> None:
 
 def what_is_switched_on_for_a_block_ends_with_it(world: World) -> None:
     line, is_astray = line_of(world)
-    before = world.mode.checked
+    asked = world.mode.asked
     world.set_checked(False)
     with world.checked():
-        with world.checked(False):
+        with world.checked():
             assert world.mode.checked
             refused(lambda: line.all_reduce(ZEROS[: 3 if is_astray else 4]))
         assert world.mode.checked
+        world.set_checked(False)
+        assert world.mode.checked
     assert not world.mode.checked
-    with world.checked(False):
-        assert not world.mode.checked
+    world.hold_checks()
     world.set_checked()
+    world.release_checks()
     assert world.mode.checked
-    world.set_checked(before)
+    world.set_checked(asked)
 
 
 def checks_are_no_events_and_no_bytes(world: World) -> None:

@@ -230,7 +230,8 @@ class Mode:
 
     Attributes:
         deterministic: sums are taken in rank order (the same bits on every transport).
-        checked: ranks compare their calls before they exchange data (checked.py).
+        checked: ranks compare their calls before they exchange data (checked.py): because `asked` for, or because of
+            `holders`, who want it for a while.
         limit: no buffer handed to a transport holds more elements.  MPI counts are 32-bit (Open MPI 5.0 refuses larger
             ones), and some libraries compute bytes in 32 bits; cutting at 2**27 elements costs nothing.
         unfinished: what of this rank's messages in flight needs a hand (`advance`) to move on while the rank waits for
@@ -241,3 +242,15 @@ class Mode:
     checked: bool = False
     limit: int = 2**27
     unfinished: list[Unfinished] = field(default_factory=list)
+    asked: bool = False
+    holders: int = 0
+
+    def hold(self, more: int) -> None:
+        """One holder of checked mode more, or one fewer."""
+        self.holders += more
+        self.checked = self.asked or self.holders > 0
+
+    def ask(self, on: bool) -> None:
+        """Switch checked mode on, or leave it to the holders."""
+        self.asked = on
+        self.hold(0)

@@ -82,21 +82,24 @@ class World(Communicator):
 
         Cost: one message of 256 bytes a rank more for each call.
         """
-        self.mode.checked = on
+        self.mode.ask(on)
 
     @contextmanager
-    def checked(self, on: bool = True) -> Iterator[None]:
-        """`set_checked` for a block.
-
-        Args:
-            on: False leaves things as they are.
-        """
-        before = self.mode.checked
-        self.mode.checked = before or on
+    def checked(self) -> Iterator[None]:
+        """`set_checked` for a block; what is on before stays on."""
+        self.hold_checks()
         try:
             yield
         finally:
-            self.mode.checked = before
+            self.release_checks()
+
+    def hold_checks(self) -> None:
+        """Checked mode from here on, until as many `release_checks` have been called, or longer if it is asked for."""
+        self.mode.hold(1)
+
+    def release_checks(self) -> None:
+        """The end of one `hold_checks`."""
+        self.mode.hold(-1)
 
 
 def world(start_timeout: float | None = None) -> World:

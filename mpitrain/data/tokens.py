@@ -20,7 +20,7 @@ from mpitrain.autograd.ops import IGNORE
 from mpitrain.backend import Array, array_module, to_device
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.order import Order
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import ConfigError, DataError, ShapeError
 from mpitrain.rng import Draw, splitmix64, stream_key
 
 VALIDATION_TARGETS = 131_072
@@ -54,7 +54,7 @@ class Batch:
     @property
     def count(self) -> int:
         """Number of targets that have weight."""
-        return int(np.count_nonzero(self.targets != IGNORE))
+        return int(array_module(self.targets).count_nonzero(self.targets != IGNORE))
 
     def to(self, like: Array) -> Batch:
         """The same rows where `like` lives: this batch itself on the host, else a copy of it on the device."""
@@ -71,11 +71,16 @@ class Batch:
 
         Args:
             positions: int64 (n,), ascending; None: all, this batch itself.
+
+        Raises:
+            ShapeError: they are not ascending places of this batch, as those of a batch that was cut before.
         """
         if positions is None:
             return self
-        inputs, targets = (np.ascontiguousarray(tokens[:, positions]) for tokens in (self.inputs, self.targets))
-        return replace(self, inputs=inputs, targets=targets, positions=self.positions[positions])
+        places = np.asarray(positions)
+        _check_places(places, self.inputs.shape[1])
+        inputs, targets = (np.ascontiguousarray(tokens[:, places]) for tokens in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets, positions=self.positions[places])
 
     def draw(self, seed: int) -> Draw | None:
         """What this batch's random numbers depend on; None for validation: no dropout, no jitter."""
@@ -234,3 +239,16 @@ class Tokens:
         inputs, targets = np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:])
         inputs[padded], targets[padded] = 0, IGNORE
         return inputs, targets
+
+
+def _check_places(places: np.ndarray, length: int) -> None:
+    """Refuse what names no part of a batch whose rows have so many tokens."""
+    whole_numbers = places.ndim == 1 and places.dtype.kind in "iu"
+    if whole_numbers and np.diff(places.astype(np.int64), prepend=-1, append=length).min() > 0:
+        return
+    reach = f" from {places.min()} to {places.max()}" if whole_numbers else ""
+    raise ShapeError(
+        f"a batch of {length} positions has no such part: wanted are ascending whole numbers from 0 to {length - 1},"
+        f" given are {places.dtype} {places.shape}{reach}.\n"
+        "Was it cut before?  The positions of a part are of the whole sequence, so it is cut once."
+    )

@@ -25,6 +25,7 @@ import numpy as np
 
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_host
+from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.world import World
 from mpitrain.events import Event, listen
 from mpitrain.nn.module import PRECISION
@@ -40,8 +41,8 @@ class Record(NamedTuple):
     facts of a `begin`: rank; executor, counted from 0; the mesh's sizes and coords; parameters: name, full shape,
     rectangle and whether it decays, of each, in the model's order.
     facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
-    what this rank's forwards gave; targets, loss, norm, learning rate, updates.  A step that was cut short has what
-    there was.
+    what this rank's forwards gave; sent: (op, axis) of each kind of op that sent in a forward so far, over an axis of
+    more than one rank; targets, loss, norm, learning rate, updates.  A step that was cut short has what there was.
     arrays: kind -> vector of all slabs, in the order of the begin's parameters.
     """
 
@@ -102,7 +103,7 @@ class Recorder:
     def __call__(self, event: Event) -> None:
         if event.kind == "op":
             if self._watched is not None and event.phase == "begin":
-                self._watched.note(event.info["inputs"])
+                self._watched.note(event.name, event.info["inputs"], event.info["static"].get("axis"))
         elif event.kind == "action" and event.info["executor"].mesh.world is self._world:
             self._action(event.phase, event.info["action"].kind, event.info["executor"], event.info.get("output"))
 
@@ -146,9 +147,12 @@ class _Course:
         self._report: StepReport | None = executor.report
         self._arrays = {id(p.data): p.name for p in self.parameters}  # those that were not used yet
         self._used: list[list[str]] = []  # names by the op that uses them first, in the order of forward
+        self._sent: set[tuple[str, str]] = set()  # (op, axis)
 
-    def note(self, inputs: Iterable[Any]) -> None:
+    def note(self, op: str, inputs: Iterable[Any], axis: Any) -> None:
         """Forward uses these arrays: backward will make a parameter final where it was used first."""
+        if isinstance(axis, Communicator) and axis.size > 1:
+            self._sent.add((op, axis.name))
         if self._arrays:
             names = [name for a in inputs if (name := self._arrays.pop(id(a), None)) is not None]
             self._used += [names] if names else []
@@ -175,6 +179,7 @@ class _Course:
         order = [name for names in reversed(self._used) for name in names]
         facts = {"is": "step", "executor": self.number, "step": self._done + 1, "order": order}
         facts["own loss"], self.own_loss = self.own_loss, 0.0
+        facts["sent"] = [list(pair) for pair in sorted(self._sent)]
         if executor.report is not None and executor.report is not self._report:
             self._report = executor.report
             facts |= {"targets": self._report.targets, "loss": self._report.loss}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from mpitrain.errors import ShapeError
 from mpitrain.models.gpt import GPT
 from mpitrain.rng import absorb, stream_key, uniform
 
@@ -23,9 +24,14 @@ def generate(
         prompt: token ids, at least one.
         temperature: scores are divided by it; 0 takes the likeliest token every time.
 
+    Raises:
+        ShapeError: the prompt is empty.
+
     Cost: one forward pass over at most seq_len tokens a token.
     """
     tokens = list(prompt)
+    if not tokens:
+        raise ShapeError("generate: a prompt has at least one token; a model of next tokens needs one to begin with.")
     key = stream_key(seed, "generate")
     for place in range(length):
         window = np.array([tokens[-model.config.seq_len :]], np.int64)

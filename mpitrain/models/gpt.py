@@ -139,9 +139,9 @@ class GPT(Module):
         return self.head(self.norm(x))
 
     def forward(self, batch: Batch) -> Tensor:
+        self._check_part(batch)
         batch = batch.to(self.table.weight.data)
         draw = batch.draw(self.seed) if self.config.dropout else None
-        self._check_part(batch)
         this = Pass(draw, positions=batch.positions, documents=batch.documents)
         return cross_entropy(self.logits(batch.inputs, this), batch.targets, self.tp, vocab=self.config.vocab)
 
@@ -177,9 +177,10 @@ class GPT(Module):
     def _check_part(self, batch: Batch) -> None:
         """Refuse a batch that is not the part of its sequences which this rank should hold."""
         expected = self.positions_here
-        if expected is not None and len(batch.positions) != len(expected):
+        if expected is not None and not np.array_equal(to_host(batch.positions), expected):
             raise ShapeError(
-                f"a batch of {len(batch.positions)} positions, but this rank holds {len(expected)} of each sequence.\n"
+                f"a batch with {len(batch.positions)} positions of each sequence, which are not the {len(expected)} of"
+                f" {self.config.seq_len} that this rank of axis cp holds.\n"
                 "Cut it with batch.part(model.positions_here), or give that to Tokens.batches(..., positions=...)."
             )
 

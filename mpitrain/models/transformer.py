@@ -115,7 +115,7 @@ class Attention(Module):
     def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
         super().__init__(name)
         tp, width = cuts.mesh.tp, config.width
-        if width % config.heads:
+        if config.heads < 1 or width % config.heads:
             raise ShapeError(f"{name}: width {width} is not divisible by {config.heads} heads.")
         if config.heads % tp.size:
             raise ShapeError(f"{name}: {config.heads} heads are not divisible by axis tp of size {tp.size}.")

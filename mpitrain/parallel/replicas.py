@@ -1,7 +1,8 @@
 """Do the replicas agree?  Ranks that share a parameter must hold the same bits of it, at the start and ever after.
 
 Ranks build their initial weights themselves from the same numbers; another NumPy, another processor or a broken memory
-would let them drift apart without an error.  So they agree on how to compute, and compare digests of what they hold.
+would let them drift apart without an error.  So they agree on how to compute, and compare digests of what they hold
+and, in the first steps, of the batches that their script gives them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mpitrain.backend import Array, to_host
 from mpitrain.blas import NUMPY_WAS_LOADED, library
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
-from mpitrain.errors import ConfigError, StateError
+from mpitrain.data.tokens import Batch
+from mpitrain.errors import ConfigError, DataError, StateError
 from mpitrain.nn.parameter import Parameter
 
 
@@ -98,6 +100,39 @@ def check_replicas(parameters: Sequence[Parameter], mesh: Mesh, when: str) -> No
                     f"{p.name} differs between ranks that share it, {when}: rank {odd[0]} against rank"
                     f" {axis.ranks[0]} ({len(odd)} of {axis.size} differ).\n"
                     "Do all hosts have the same processor type and the same NumPy?  `mpitrain doctor` on each tells."
+                )
+
+
+SAME_ON_CP = ("places", "documents", "step", "epoch", "training")
+SAME_ON_TP = (*SAME_ON_CP, "positions", "inputs", "targets")
+"""Fields of a batch that ranks of these axes must be given alike."""
+
+
+def check_batch(batch: Batch, mesh: Mesh) -> None:
+    """Compare what ranks were given that work on the same rows: those of tp, and of cp.  Collective over the world.
+
+    A script that divides its rows over all ranks, as is right for data parallelism alone, would train on nonsense.
+
+    Raises:
+        DataError: naming the field and the ranks, on every rank.
+
+    Cost: one SHA-256 over the batch and one small message; nothing where tp and cp have one rank.
+    """
+    tp, cp = mesh.tp.size, mesh.cp.size
+    if tp * cp == 1:
+        return
+    values = {name: getattr(batch, name) for name in SAME_ON_TP}
+    mine = {name: _digest([x])[:16] + str(x.shape) if hasattr(x, "shape") else str(x) for name, x in values.items()}
+    found = mesh.world.exchange(mine)
+    for axis, size, names in (("tp", tp, SAME_ON_TP), ("cp", tp * cp, SAME_ON_CP)):
+        for rank, told in enumerate(found):
+            first = rank // size * size  # cp and tp are the fastest axes: their ranks are neighbours
+            odd = [name for name in names if told[name] != found[first][name]]
+            if odd:
+                raise DataError(
+                    f"rank {rank} was given another batch than rank {first} ({', '.join(odd)} differ), but the ranks"
+                    f" of axis {axis} work on the same rows.\n"
+                    "Rows are divided over the data axis alone: batches(batch, mesh.dp.rank, mesh.dp.size, ...)."
                 )
 
 

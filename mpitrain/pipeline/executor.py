@@ -17,13 +17,14 @@ from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import array_module, collection_paused, keep_freed_memory, to_host
 from mpitrain.comm.mesh import Mesh
+from mpitrain.data.tokens import Batch
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.events import LISTENERS, Event, tell
 from mpitrain.nn.module import Module
 from mpitrain.optim.clip import clip, first_not_finite
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.data import FlatReducer, Reducer
-from mpitrain.parallel.replicas import agree_on_arithmetic
+from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
 from mpitrain.pipeline.action import Action, Schedule
 from mpitrain.pipeline.simulate import check
 
@@ -79,6 +80,7 @@ class Executor:
             raise ScheduleError(f"the schedule has {len(rows)} rows for {mesh.pp.size} pipeline ranks")
         self.peaks = check(rows)
         agree_on_arithmetic(mesh.world)
+        mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
         self.model = model
         self.optimizer = optimizer
@@ -105,19 +107,22 @@ class Executor:
             The loss: mean over all valid targets of all ranks, the same number on every rank.
 
         Raises:
+            DataError: in the first steps: ranks that work on the same rows were given other ones; on every rank.
             NumericsError: the loss or the gradient norm is not finite; on every rank, and no weight was changed.
         """
         self.model.start_step()
         step = _Step(batch)
-        first = self._steps < CHECKED_STEPS
-        self._steps += 1
+        if self._steps < CHECKED_STEPS and isinstance(batch, Batch):
+            check_batch(batch, self.mesh)
         # What overflows is found by the norm, on all ranks at once; NumPy would warn of one op on one rank.
         with (
             np.errstate(over="ignore", invalid="ignore", divide="ignore"),
             collection_paused(),
-            self.mesh.world.checked(first),
         ):
             self._run_all(step)
+        self._steps += 1
+        if self._steps == CHECKED_STEPS:
+            self.mesh.world.release_checks()
         assert self.report is not None
         return self.report.loss
 
@@ -191,7 +196,7 @@ class Executor:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the valid targets of all ranks' batches, without tape and dropout; the same on every rank.
 
-        Ranks may have different numbers of batches, or none.
+        Ranks of the data axis may have different numbers of batches, or none.
         """
         sums = np.zeros(2, np.float64)
         for batch in batches:

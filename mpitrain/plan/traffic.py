@@ -242,7 +242,7 @@ def context_parallel(step: Step) -> Iterator[Line]:
     ulysses   queries, keys and values change from tokens to heads, and the result back; both ways
                                             m L 2 (c-1)/c beta b s (2 h + 2 h_kv)
     rsa       keys go around, values go around; both ways; the summands of the gradients are reduced and scattered
-                                            m L 6 (c-1) beta_wide b s h_kv
+                                            m L [4 (c-1) beta + 2 (c-1) beta_wide] b s h_kv
     """
     c, times = step.cp, step.microbatches * step.sizes.layers
     tokens = step.b * step.s
@@ -255,7 +255,7 @@ def context_parallel(step: Step) -> Iterator[Line]:
             yield Line("cp", "attention", "all_to_all", c, times * 2, step.beta * (tokens * step.h + keys_and_values))
             yield Line("cp", "attention", "all_to_all", c, times * 2, step.beta * tokens * step.h)
         case "rsa":
-            yield Line("cp", "attention", "shift", c, times * 4 * (c - 1), step.beta_wide * tokens * step.h_kv)
+            yield Line("cp", "attention", "shift", c, times * 4 * (c - 1), step.beta * tokens * step.h_kv)
             yield Line("cp", "attention", "reduce_scatter", c, times * 2, step.beta_wide * c * tokens * step.h_kv)
 
 

@@ -127,6 +127,15 @@ def test_validation_gives_the_loss_of_numpy(cupy):
     assert on_device == pytest.approx(on_host, rel=1e-12)
 
 
+def test_a_batch_may_be_on_the_device_before_the_step(cupy):
+    losses = []
+    for there in (False, True):
+        executor = executor_of(cupy)
+        batch = tokens().batch_at(0, 4)
+        losses.append(executor.step(batch.to(executor.model.table.weight.data) if there else batch))
+    assert losses[0] == losses[1]
+
+
 def test_the_same_text_is_generated(cupy):
     texts = [list(generate(GPT(SIZES, Mesh(world()), dtype=np.float64, xp=xp), [1, 2, 3], 12)) for xp in (cupy, np)]
     assert texts[0] == texts[1]

@@ -137,6 +137,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
         MPI,
     ),
     "mpitrain verify --sweep 2000 --seed 0": ("mpitrain verify --sweep 3 --seed 0", ""),
+    # docs/how-to/write-a-train-script.md
+    "mpitrain local -n 8 any_layout.py --tp 2 --cp 2 --sequence-parallel": (
+        "mpitrain local -n 8 any_layout.py --tp 2 --cp 2 --sequence-parallel",
+        "",
+    ),
+    "mpitrain verify --layout dp2,tp2,sp --layout cp4 any_layout.py": (
+        "mpitrain verify --layout dp2,tp2,sp --layout cp4 --first 2 any_layout.py",
+        "",
+    ),
     # docs/how-to/find-a-mismatch.md
     "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
     # docs/how-to/run-on-a-cluster.md
@@ -146,7 +155,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-SMALLER = {"load()": 'load("book.txt")', "stop_step=400": "stop_step=3"}  # how the README's script is made small
+SMALLER = {  # how scripts of the documents are made small
+    "train.py": {"load()": 'load("book.txt")', "stop_step=400": "stop_step=3"},
+    "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
+}
 
 
 class Block(NamedTuple):
@@ -179,7 +191,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SCRIPT = next(block for block in BLOCKS if block.attributes.get("file") == "train.py")
+SCRIPTS = {
+    block.attributes["file"]: block for block in BLOCKS if block.language == "python" and "file" in block.attributes
+}
+SCRIPT = SCRIPTS["train.py"]
 
 
 def commands_of(block: Block) -> list[str]:
@@ -204,11 +219,12 @@ def folder(tmp_path: Path) -> Path:
     """A folder in which the documents' commands run: the clone's files, the README's script, three small texts."""
     for name in ("examples", "run_mpi.sh"):
         (tmp_path / name).symlink_to(ROOT / name)
-    script = SCRIPT.text
-    for large, small in SMALLER.items():
-        assert large in script, f"{SCRIPT}: {large} is not there to be made smaller"
-        script = script.replace(large, small)
-    (tmp_path / "train.py").write_text(script)
+    for name, block in SCRIPTS.items():
+        script = block.text
+        for large, small in SMALLER[name].items():
+            assert large in script, f"{block}: {large} is not there to be made smaller"
+            script = script.replace(large, small)
+        (tmp_path / name).write_text(script)
     text = "".join(f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(99, 0, -1))
     (tmp_path / "book.txt").write_text(text)
     (tmp_path / "notes").mkdir()

@@ -4,13 +4,25 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
 import checks_layouts as checks
 
 from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
+from mpitrain.data.corpus import Corpus
+from mpitrain.data.tokens import Tokens
+from mpitrain.errors import ShapeError, UserError
+from mpitrain.models.generate import generate
+from mpitrain.models.gpt import GPT
+from mpitrain.optim.adam import AdamW
+from mpitrain.parallel import context
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.passes import with_update
+from mpitrain.pipeline.schedules import one_stage
 
 
 def run(ranks, **how):
@@ -86,3 +98,69 @@ def test_the_vocabulary_of_gpt2(tp):
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 def test_on_four_ranks(check):
     LocalWorld(4).run(lambda: check(world()))
+
+
+def refused(ranks, prepare, sp=False, kind="ring", **axes):
+    """What every rank is told where its script cuts the batches by `prepare(tokens, mesh, model)`."""
+    told = []
+
+    def main():
+        mesh = Mesh(world(), **axes)
+        model = GPT(checks.SIZES, mesh, sequence_parallel=sp, cp_attention=kind, dtype=np.float64)
+        executor = Executor(model, AdamW(model.parameters()), mesh, with_update(one_stage(1)))
+        text = (np.arange(2000) * 7919 % checks.SIZES.vocab).astype(np.uint16)
+        tokens = Tokens(Corpus(text, text, checks.SIZES.vocab, "bytes", "numbers", (), (), ""), checks.SIZES.seq_len)
+        try:
+            executor.step(prepare(tokens, mesh, model))
+        except UserError as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    LocalWorld(ranks).run(main)
+    assert len(told) == ranks
+    return set(told)
+
+
+@pytest.mark.parametrize(("axis", "what"), [("tp", "places, inputs, targets"), ("cp", "places")])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_rows_that_are_divided_over_all_ranks_are_refused(axis, what, dp):
+    """Right for data parallelism alone; here the ranks of an axis would compute parts of different rows."""
+
+    def over_the_world(tokens, mesh, model):
+        return tokens.batch_at(0, 8, mesh.world.rank, mesh.world.size).part(model.positions_here)
+
+    (told,) = refused(2 * dp, over_the_world, **{axis: 2})
+    assert told.startswith(f"DataError: rank 1 was given another batch than rank 0 ({what} differ)")
+    assert f"the ranks of axis {axis} work on the same rows" in told
+
+
+def test_documents_that_differ_along_a_sequence_are_refused():
+    def own_documents(tokens, mesh, model):
+        batch = tokens.batch_at(0, 8, mesh.dp.rank, mesh.dp.size)
+        return replace(batch, documents=np.full((8, 16), mesh.cp.rank)).part(model.positions_here)
+
+    (told,) = refused(2, own_documents, cp=2)
+    assert "(documents differ)" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("ring", lambda mesh: context.positions(16, mesh.cp, "ulysses")),
+        ("ulysses", lambda mesh: context.positions(16, mesh.cp, "ring")),
+        ("ring", lambda mesh: np.arange(8)),
+        ("rsa", lambda mesh: None),
+    ],
+    ids=["one chunk for a ring", "two chunks for ulysses", "the same for all", "whole sequences"],
+)
+def test_a_part_of_the_sequence_that_is_another_ranks_is_refused(kind, part):
+    def cut(tokens, mesh, model):
+        return tokens.batch_at(0, 8).part(part(mesh))
+
+    words = "which are not the 8 of 16 that this rank of axis cp holds"
+    assert all(words in told for told in refused(2, cut, kind=kind, cp=2))
+
+
+def test_a_text_begins_with_a_token():
+    model = GPT(checks.SIZES, Mesh(world()))
+    with pytest.raises(ShapeError, match="a prompt has at least one token"):
+        next(generate(model, [], 3))

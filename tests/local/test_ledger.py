@@ -22,6 +22,7 @@ from mpitrain.comm.world import world
 from mpitrain.debug.ledger import Ledger, Place, in_step, share_in_messages
 from mpitrain.events import Event, listen
 from mpitrain.models.gpt import GPTConfig
+from mpitrain.parallel.context import KINDS
 from mpitrain.pipeline.action import Action
 from mpitrain.plan.traffic import Step, traffic
 
@@ -64,6 +65,13 @@ def test_every_kind_of_context_attention(layout, kind, kv_heads):
     if kind == "ulysses" and max(1, kv_heads // layout.get("tp", 1)) % layout["cp"]:
         kv_heads = 8  # each rank needs a head of keys
     run(ranks, replace(checks.SIZES, kv_heads=kv_heads), cp_attention=kind, microbatches=2, **layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [*({"cp": 4, "cp_attention": kind} for kind in KINDS), {"tp": 2, "dp": 2, "sequence_parallel": True}]
+)
+def test_in_float16_some_messages_are_of_two_bytes_a_number_and_some_of_four(layout):
+    run(4, microbatches=2, dtype=np.float16, **layout)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -237,12 +245,13 @@ def test_the_table_shows_the_largest_first_and_counts_what_it_leaves_out():
         tables = text.split("\n\n")[1:]
         return [[re.split(r"  +", line.strip()) for line in table.splitlines()] for table in tables]
 
-    axes, places = rows(ledger.table())
+    axes, places, *_ = rows(ledger.table())  # the rest: what ranks compare before the first step
     assert sum(ledger.share(row[3]) for row in axes[1:]) == pytest.approx(ledger.share())
     assert [row[3] for row in axes[1:]] == ["tp", "dp+cp", "world"]
     sent = [int(row[0].replace(",", "")) for row in places[1:]]
     assert sent == sorted(sent, reverse=True)
-    assert sum(sent) == sum(int(row[0].replace(",", "")) for row in axes[1:]) == ledger.total()
+    in_steps = sum(s.bytes for s in ledger.by(lambda place: place, in_step).values())
+    assert sum(sent) == sum(int(row[0].replace(",", "")) for row in axes[1:]) == in_steps
     assert sum(row[4:] == ["blocks.*.attention.proj", "all_reduce"] for row in places) == 1
     assert sum("blocks.1.mlp.up" in row for row in rows(ledger.table(each_layer=True))[1]) == 1
     short = rows(ledger.table(rows=2))[1]

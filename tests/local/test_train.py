@@ -4,13 +4,17 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from mpitrain import checkpoint, config
 from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.world import world
 from mpitrain.errors import CheckpointError, ConfigError, DataError, MeshError, NumericsError, UserError
+from mpitrain.events import listen
+from mpitrain.models.generate import generate
 from mpitrain.train import main
 
 TEXT = "".join(f"{n} bottles of milk on the wall, {n} bottles of milk; take {n % 7} down.\n" for n in range(400))
@@ -167,6 +171,53 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path, text, tied):
     train(8, tmp_path / "parts", text, *go_on, "--tp", "2", "--cp", "2", "--dp", "2")
     for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
         assert one == pytest.approx(other, rel=1e-9)
+
+
+def test_ranks_that_divide_the_batch_may_be_more_or_fewer_when_a_run_goes_on(tmp_path, text):
+    """--dp of the first start says nothing of the next one; with --dp there, it does."""
+    flags = ["--steps", "6", "--dtype", "float64"]
+    train(1, tmp_path / "whole", text, *flags)
+    train(4, tmp_path / "parts", text, *flags, "--dp", "2", "--tp", "2", "--stop-after", "2")
+    with pytest.raises(MeshError, match="--dp 2 --tp 2 needs 4 ranks"):
+        train(2, tmp_path / "parts", text, "--resume", "latest", "--dp", "2")
+    train(2, tmp_path / "parts", text, "--resume", "latest", "--stop-after", "4")
+    (tmp_path / "parts" / "config.toml").unlink()  # as for a checkpoint that was copied alone
+    train(3, tmp_path / "parts", text, "--resume", "latest", "--tp", "1")
+    for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+def test_as_many_heads_of_keys_as_heads_are_no_other_model(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "4", "--stop-after", "2")
+    with pytest.raises(CheckpointError, match="saved with kv_heads 2, now it is 1"):
+        train(1, tmp_path / "run", text, "--steps", "4", "--resume", "latest", "--kv-heads", "1")
+    train(1, tmp_path / "run", text, "--steps", "4", "--resume", "latest", "--kv-heads", "2")
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("layout", [["--dp", "4"], ["--tp", "2", "--cp", "2"]], ids=" ".join)
+def test_no_rank_waits_for_the_sample_as_long_as_it_takes(tmp_path, text, monkeypatch, layout):
+    """A large model may take longer for its sample than --timeout: ranks that wait hear of it now and then."""
+    waits, began = [], []
+
+    def slow(model, prompt, length, *, seed):
+        for token in generate(model, prompt, length, seed=seed):
+            time.sleep(0.01)
+            yield token
+
+    def listener(event):
+        if event.kind == "message" and world().rank == 2:  # it writes nothing in either layout
+            if event.phase == "begin":
+                began.append(time.perf_counter())
+            else:
+                waits.append(time.perf_counter() - began.pop())
+
+    monkeypatch.setattr("mpitrain.train.generate", slow)
+    with listen(listener):
+        train(4, tmp_path / "run", text, "--steps", "2", *layout, "--timeout", "1.5", "--sample-length", "60")
+    assert sum(waits) > 60 * 0.01
+    assert max(waits) < sum(waits) / 2
+    assert len((tmp_path / "run" / "sample.txt").read_bytes()) >= 60
 
 
 def test_a_budget_is_turned_into_steps_once_and_written_down(tmp_path, text):

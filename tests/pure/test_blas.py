@@ -89,3 +89,23 @@ def test_the_library_says_who_it_is():
 
     np.ones((2, 2)) @ np.ones((2, 2))
     assert len(blas.library().split()) >= 3
+
+
+THREADS = """
+import mpitrain, numpy, threadpoolctl
+print([pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"])
+"""
+
+
+@pytest.mark.parametrize(("asked", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_ranks_that_are_threads_of_one_process_have_one_blas_thread_unless_the_user_says_otherwise(
+    tmp_path, asked, threads
+):
+    """NumPy is loaded together with the package, before the command is known."""
+    pytest.importorskip("threadpoolctl")
+    script = tmp_path / "ask.py"
+    script.write_text(THREADS)
+    environment = {name: value for name, value in os.environ.items() if name not in blas.THREADS} | asked
+    command = [sys.executable, "-m", "mpitrain", "local", "-n", "2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert len(os.sched_getaffinity(0)) < 2 or done.stdout.split() == [f"[{threads}]"] * 2

@@ -8,7 +8,7 @@ import pytest
 from mpitrain.autograd.ops import IGNORE
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import ConfigError, DataError, ShapeError
 
 
 def counting_corpus(train=1000, val=200, kind="tokens", vocab_size=65_536):
@@ -161,6 +161,32 @@ def test_ranks_share_the_validation_and_make_equally_many_batches(size):
         rows = {int(p): t for r in shared for p, t in zip(r[number].places, r[number].targets, strict=True)}
         assert all(np.array_equal(rows[place], whole.targets[place]) for place in range(10))
     assert sum(b.count for r in shared for b in r) == tokens.num_validation_targets()
+
+
+def test_a_part_keeps_targets_with_their_inputs_and_the_positions_of_the_whole():
+    whole = Tokens(counting_corpus(), 16).batch_at(0, 4)
+    part = whole.part(np.array([0, 1, 14, 15]))
+    assert np.array_equal(part.inputs, whole.inputs[:, [0, 1, 14, 15]])
+    assert np.array_equal(part.targets, part.inputs + 1)
+    assert part.positions.tolist() == [0, 1, 14, 15]
+    assert whole.part(None) is whole
+    assert whole.part([3]).inputs.shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[0, 16], [-1, 0], [1, 0], [1, 1], [0.0, 1.0], [True] * 16, [[0, 1]], np.array([3, 2], np.uint8)],
+    ids=str,
+)
+def test_what_is_no_part_of_a_batch_is_refused(positions):
+    with pytest.raises(ShapeError, match="a batch of 16 positions has no such part"):
+        Tokens(counting_corpus(), 16).batch_at(0, 4).part(np.array(positions))
+
+
+def test_a_part_cannot_be_cut_again():
+    late = np.arange(8, 16)
+    with pytest.raises(ShapeError, match=r"a batch of 8 positions .* from 8 to 15.\nWas it cut before"):
+        Tokens(counting_corpus(), 16).batch_at(0, 4).part(late).part(late)
 
 
 def test_validation_draws_no_noise():
