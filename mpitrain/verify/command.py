@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 from mpitrain.comm.launcher import announced
@@ -21,6 +23,7 @@ from mpitrain.verify.layouts import MOST_RANKS, Layout, all_layouts, parse, voca
 from mpitrain.verify.proof import FRESH, Outcome, Proof
 
 EQUAL, DIFFERS, USER_ERROR = 0, 1, 2  # exit codes
+UNREAD = 128 + signal.SIGPIPE  # as shells have it
 
 TITLE = """usage: mpitrain verify --layout WORDS [--layout ...] [options] [SCRIPT [args]]
        mpitrain verify --all RANKS [options] [SCRIPT [args]]
@@ -60,12 +63,21 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         0 if every layout is equal to one rank, 1 if one differs or fails, 2 if one was refused that was asked for by
-        name, or if nothing could be compared.
+        name, or if nothing could be compared; 141 if whoever read the output is gone (`| head`).
 
     Raises:
         UserError: the command line, or the script on one rank, is wrong.
     """
-    words = list(argv)
+    try:
+        code = _verify(list(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the end
+        return UNREAD
+    return code
+
+
+def _verify(words: list[str]) -> int:
     if words[:1] in (["--help"], ["-h"]):
         print(help_text(TITLE + vocabulary(), OPTIONS, {"all": "Options"}))
         return EQUAL
@@ -84,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
         return sweep(int(given["sweep"]), int(given["seed"] or 0), path)
     named = dict.fromkeys(layouts)
     every = list(all_layouts(int(given["all"]))) if given["all"] is not None else []
+    _check_places(layouts, script, proves=bool(named or every))
     if not named and not every:
         raise ConfigError("mpitrain verify: give a --layout (dp2,tp2), --all RANKS or --sweep COUNT; --help says more.")
     if given["transport"] == "mpi":
@@ -144,6 +157,35 @@ def _read(words: list[str]) -> tuple[dict[str, Value], list[Layout], list[str]]:
     return {name: given.get(name, option.default) for name, option in OPTIONS.items()}, layouts, words[place:]
 
 
+def _check_places(layouts: Sequence[Layout], script: Sequence[str], proves: bool) -> None:
+    """Refuse words of ours that stand where the script's are read; `proves`: whether there is any layout to prove."""
+    loose = [str(layout) for layout in takewhile(bool, map(_as_layout, script))]
+    if loose:
+        several = " ".join(f"--layout {layout}" for layout in [*map(str, layouts), *loose])
+        raise ConfigError(
+            f"{script[0]}: there is no such script, but it is a layout: say {several}.\n"
+            "Each --layout is a layout of its own; axes of one layout are joined by commas."
+        )
+    # Behind a script it could be the script's own option; where nothing else says what to prove, it is ours.
+    late = next((word for word in script if word.partition("=")[0] in ("--layout", "--all", "--sweep")), "")
+    if late and not proves:
+        whose = "the trainer's" if script[0] == "--" else "the script's"
+        raise ConfigError(
+            f"{show(late)} stands behind {show(script[0])}, where all words are {whose} own.\n"
+            f"Options of verify stand before it: mpitrain verify {late.partition('=')[0]} ... {show(script[0])}"
+        )
+
+
+def _as_layout(word: str) -> Layout | None:
+    """What a word that is no file means as a layout, if anything."""
+    if os.path.exists(word):
+        return None
+    try:
+        return parse(word)
+    except ConfigError:
+        return None
+
+
 def _command(script: list[str], folder: Path) -> list[str]:
     """The script to run; the trainer, with a small text and folders of its own, where none is given."""
     if script and script[0] != "--":
@@ -183,7 +225,7 @@ def _tell(proof: Proof, outcome: Outcome, is_named: bool, everything: bool, alon
     """What there is to say of a layout besides its line: why it was refused, how it failed, where it differs."""
     if outcome.word == "refused" and is_named:
         print(f"\n{outcome.layout} was refused by the script:\n{outcome.message}")
-    if outcome.word == "failed":
+    if outcome.word == "failed" and not outcome.state_error:  # which is one of the hints
         print(f"\n{outcome.layout} {outcome.message}")
     if outcome.word in ("differs", "failed"):
         proof.explain(outcome)

@@ -108,7 +108,7 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
     courses: dict[int, _Course] = {}  # of each executor
     moved = Moved(0, 0.0)
     for alone, *others in zip_longest(moments(reference), *(moments(records) for records in ranks)):
-        problem = _out_of_step(alone, others)
+        problem = _out_of_step(steps + 1, alone, others)
         if problem:
             findings.append(Finding(steps + 1, "step", problem=problem))
             break
@@ -124,14 +124,14 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
     return Verdict(findings, steps, moved)
 
 
-def _out_of_step(alone: Moment | None, others: Sequence[Moment | None]) -> str:
+def _out_of_step(step: int, alone: Moment | None, others: Sequence[Moment | None]) -> str:
     """What is wrong if not all of them are at the same step of the same executor."""
-    here = [rank for rank, moment in enumerate(others) if moment is not None]
+    gone = [rank for rank, moment in enumerate(others) if moment is None]
     if alone is None:
-        return f"made on {_ranks(here)} of the layout, but not on one rank alone"
-    if len(here) < len(others):
-        gone = [rank for rank in range(len(others)) if rank not in here]
-        return f"made on one rank alone, but not on {_ranks(gone)} of the layout"
+        return f"one rank alone ended before step {step}, which the layout made"
+    if gone:
+        who = "the layout" if len(gone) == len(others) else f"{_ranks(gone)} of the layout"
+        return f"{who} ended before the end of step {step}"
     names = ("is", "executor", "step")
     places = {tuple(moment.facts.get(name) for name in names) for moment in (alone, *others) if moment is not None}
     return "ranks are at steps of different executors" if len(places) > 1 else ""
@@ -197,6 +197,8 @@ class _Comparison:
         values = [np.float64(moment.facts[kind]) for moment in self._others]
         tolerance = 0.0 if kind in EXACT else FLOAT64_TOLERANCE
         (difference,) = compare({"": values[0]}, {"": np.float64(self._alone.facts[kind])}, tolerance, kind)
+        if kind in EXACT:
+            difference = difference._replace(why="must be exactly equal")
         odd = [m.seat.rank for m, value in zip(self._others, values, strict=True) if not same_bits(value, values[0])]
         problem = f"rank 0 reports {values[0]:.17g}, rank {odd[0]} {values[odd[0]]:.17g}" if odd else ""
         yield Finding(self._number, kind, difference=difference, problem=problem)

@@ -172,6 +172,11 @@ class Run:
                 return "\n".join(lines[place : place + MOST_LINES])
         return ""
 
+    def state_error(self) -> str:
+        """What the check of states said; empty if nothing, or if it was not made."""
+        message = self.user_error() if self.states else ""
+        return message if message.startswith("StateError") else ""
+
 
 def run_all(runs: Sequence[Run], steps: int, transport: str, at_once: int, timeout: float) -> Iterator[Run]:
     """Run them, so many at once, and yield each when it and all before it have ended.

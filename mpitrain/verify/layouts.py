@@ -20,17 +20,31 @@ AXES = {"dp": "--dp", "cp": "--cp", "tp": "--tp"}
 
 @dataclass(frozen=True)
 class Way:
-    """A word without a number: one of the ways in which an axis can work."""
+    """A word without a number: one of the ways in which an axis can work.
+
+    Attributes:
+        axis: of which it is a way.
+        flags: what a script gets.
+        meaning: in words.
+        ops: a forward that works in this way calls at least one of them over the axis.
+        group: one of the words of a group is always in force; a word without a group is on or off.
+    """
 
     axis: str
     flags: tuple[str, ...]
     meaning: str
-    group: str = ""  # one of the words of a group is always in force; a word without a group is on or off
+    ops: tuple[str, ...]
+    group: str = ""
 
+
+_ATTENTION_OPS = {"ring": ("ring_attention",), "ulysses": ("all_to_all",), "rsa": ("rsa_attention",)}
 
 WAYS = {
-    "sp": Way("tp", ("--sequence-parallel",), "sequence parallelism"),
-    **{kind: Way("cp", ("--cp-attention", kind), f"{kind} attention", "attention") for kind in CONTEXT_KINDS},
+    "sp": Way("tp", ("--sequence-parallel",), "sequence parallelism", ("all_gather", "reduce_scatter")),
+    **{
+        kind: Way("cp", ("--cp-attention", kind), f"{kind} attention", _ATTENTION_OPS[kind], "attention")
+        for kind in CONTEXT_KINDS
+    },
 }
 
 MOST_RANKS = 1024

@@ -19,7 +19,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.options import show
 from mpitrain.verify.judge import Verdict, judge
 from mpitrain.verify.launch import Run, run_all
-from mpitrain.verify.layouts import Layout
+from mpitrain.verify.layouts import WAYS, Layout
 from mpitrain.verify.suspect import Hint, hints
 
 FRESH = "{run}"
@@ -36,6 +36,7 @@ class Outcome:
         seconds: that the run took.
         verdict: the comparison, where there was something to compare.
         message: why it was refused or how it failed.
+        state_error: what the check of states said, if that is how it failed.
         hints: where to look, if it differs.
     """
 
@@ -44,6 +45,7 @@ class Outcome:
     seconds: float
     verdict: Verdict | None = None
     message: str = ""
+    state_error: str = ""
     hints: list[Hint] = field(default_factory=list)
 
 
@@ -131,7 +133,7 @@ class Proof:
         refusal = run.refusal()
         if refusal is not None:
             return Outcome(layout, "refused", run.seconds, message=refusal)
-        disobeyed = _disobeyed(layout, run)
+        disobeyed = _other_mesh(layout, run) or _other_way(layout, run)
         if disobeyed:
             return Outcome(layout, "refused", run.seconds, message=disobeyed)
         silent = run.silent()
@@ -143,18 +145,22 @@ class Proof:
             return Outcome(layout, "failed", run.seconds, message=message)
         verdict = judge(self._reference.records()[0], run.records())
         if run.code != 0:
-            message = f"{_end_of(run, self.timeout)}: {run.reason()}\n{_quoted(run.tail())}"
-            return Outcome(layout, "failed", run.seconds, verdict, message)
+            error = run.state_error()
+            reason = "a rule of states is broken" if error else run.reason()
+            message = f"{_end_of(run, self.timeout)}: {reason}\n{_quoted(run.tail())}"
+            return Outcome(layout, "failed", run.seconds, verdict, message, error)
         return Outcome(layout, "equal" if verdict.ok else "differs", run.seconds, verdict)
 
     def explain(self, outcome: Outcome) -> None:
         """Find hints for a layout that is not equal: by its axes alone, and by itself with a check of states."""
         first = outcome.verdict.first if outcome.verdict is not None else None
         if first is None:
+            outcome.hints = [Hint("states", outcome.state_error)] if outcome.state_error else []
             return
         parts = outcome.layout.parts()
         alone = [(o.layout, o.word) for o in self.outcomes(parts, transport="local")]
-        outcome.hints = hints(first, outcome.layout, alone, self._state_error(outcome.layout))
+        error = outcome.state_error or self._state_error(outcome.layout)
+        outcome.hints = hints(first, outcome.layout, alone, error)
 
     def _state_error(self, layout: Layout) -> str:
         """What a check of states says of a layout, as threads; empty if nothing."""
@@ -162,16 +168,16 @@ class Proof:
         run.states = True
         (_,) = run_all([run], self.steps, "local", 1, self.timeout)
         self._say(run)
-        message = run.user_error()
+        error = run.state_error()
         run.forget()
-        return message if message.startswith("StateError") else ""
+        return error
 
     def _say(self, run: Run) -> None:
         if self.echo:
             print(f"$ {' '.join(map(show, run.command))}\n{_quoted(run.output().rstrip())}", flush=True)
 
 
-def _disobeyed(layout: Layout, run: Run) -> str:
+def _other_mesh(layout: Layout, run: Run) -> str:
     """Whether the script has made another mesh than it was told: a layout that was not run is not proven."""
     for records in run.records():
         begin = next(records, None)
@@ -182,6 +188,17 @@ def _disobeyed(layout: Layout, run: Run) -> str:
         if any(size != dict(layout.axes).get(axis, 1) for axis, size in sizes.items()):
             grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
             return f"the script did not obey {' '.join(layout.flags)}: its mesh was {grid}"
+    return ""
+
+
+def _other_way(layout: Layout, run: Run) -> str:
+    """Whether an axis has worked in another way than the script was told: known by the ops that have sent."""
+    told = [WAYS[word] for word in layout.simple.ways]
+    steps = [record.facts for record in run.records()[0] if record.facts["is"] == "step"] if told else []
+    sent = {(op, axis) for facts in steps for op, axis in facts["sent"]}
+    for way in told if steps else ():  # without a step it did not get so far
+        if not any((op, way.axis) in sent for op in way.ops):
+            return f"the script did not obey {' '.join(way.flags)}: it called no {' or '.join(way.ops)} over {way.axis}"
     return ""
 
 

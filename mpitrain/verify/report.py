@@ -46,6 +46,8 @@ def detail(outcome: Outcome) -> str:
 def of_verdict(verdict: Verdict) -> str:
     """A verdict in a line."""
     first = verdict.first
+    if first is not None and first.kind == "step":
+        return first.problem
     if first is not None:
         return f"first at step {first.step}, {first.what}"
     worst = verdict.worst()[0]

@@ -20,6 +20,8 @@ from mpitrain.verify.judge import Finding
 from mpitrain.verify.layouts import WAYS, Layout
 
 CLOSE = 1e-6  # of a factor to the number that it is taken for
+OWN_PARTS = {"dp": "mesh.dp.rank, mesh.dp.size", "cp": "positions=model.positions_here"}
+"""Axis over which targets are counted -> what gives each of its ranks its own part of a batch."""
 _SHOWN = {atom: axis for axis, atoms in MERGED_AXES.items() for atom in atoms}
 
 
@@ -48,7 +50,7 @@ def hints(finding: Finding, layout: Layout, alone: Alone = (), state_error: str 
         Hints in the order in which they are printed; the last one is the suspect, if there is any.
     """
     if finding.kind == "step":
-        found = [Hint("first", f"step {finding.step} was {finding.problem}")]
+        found = [Hint("first", finding.problem)]
     else:
         found = [Hint("first", f"step {finding.step}, {finding.what}{_where(finding)}")]
     if finding.difference is not None and not finding.difference.ok:
@@ -91,7 +93,14 @@ def _of_factor(finding: Finding, sizes: Mapping[str, int]) -> list[Hint]:
         return [Hint("how", f"{finding.difference.ratio:.6g} times the value there, other factors elsewhere")]
     if factor == 0:
         return [Hint("how", "zero everywhere: never computed, or never sent")]
+    if finding.kind == "targets":
+        sizes = {axis: size for axis, size in sizes.items() if axis in OWN_PARTS}
     for number, (over, axes) in _counts(sizes).items():
+        if finding.kind == "targets" and _close(factor, number):
+            names = (" and " if math.prod(sizes[axis] for axis in axes) == number else " or ").join(axes)
+            ways = "; ".join(OWN_PARTS[axis] for axis in axes)
+            text = f"the ranks of {names} counted the same targets: each rank must get its own part ({ways})"
+            return [Hint("how", text, axes)]
         if _close(factor, number):
             how = "doubled" if number == 2 else "summed or counted as often"
             return [Hint("how", f"{number} times the value everywhere: {how} {over}", axes)]

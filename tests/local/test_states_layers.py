@@ -121,10 +121,10 @@ PLAIN_WRONG = [
         "a scatter",
         copy,
         reduce_scatter,
-        "residual of an Invariant and a Shard(1) value over tp; a copy of the Invariant one",
+        "residual of an Invariant and a Shard(1) value over tp; all_reduce in place of reduce_scatter gives Invariant",
     ),
     ("a gather", all_gather, all_reduce, "this all_gather is doubled: every rank holds the whole value already (from"),
-    ("a sum", copy, collectives.sum_everywhere, "residual of an Invariant and a Replicate value over tp"),
+    ("a sum", copy, collectives.sum_everywhere, "; all_reduce in place of sum_everywhere gives Invariant"),
 ]
 
 
@@ -142,7 +142,7 @@ SP_WRONG = [
         "no gather",
         nothing,
         reduce_scatter,
-        "linear of a Shard(1) and a Shard(2) value over tp; an all_to_all or all_gather",
+        "linear of a Shard(1) and a Shard(2) value over tp; an all_gather of the Shard(1) one is missing before it",
     ),
     ("two gathers", twice(all_gather), reduce_scatter, "this all_gather is doubled: every rank holds the whole value"),
     ("no scatter", all_gather, nothing, "residual of a Partial value and a Shard(1) one over tp; every rank would add"),
@@ -153,12 +153,12 @@ SP_WRONG = [
         reduce_scatter,
         "copy of a Shard(1) value over tp; the ranks hold slices of it already: a gather is",
     ),
-    ("a sum", all_gather, all_reduce, "residual of an Invariant and a Shard(1) value over tp"),
+    ("a sum", all_gather, all_reduce, "; reduce_scatter in place of all_reduce gives Shard(1) ("),
     (
         "a gather for all",
         lambda x, a: collectives.gather(x, a, 1),
         reduce_scatter,
-        "linear of an Invariant and a Shard(2)",
+        "linear of an Invariant and a Shard(2) value over tp; all_gather in place of gather gives Replicate (",
     ),
     (
         "a gather of samples",
@@ -195,9 +195,9 @@ def test_a_norm_of_the_whole_stream_whose_spec_says_replicate_is_found():
     """Its gradients would be summed over tp although every rank has the whole one."""
     text = check("mlp", copy, all_reduce, spec=between(True))
     assert (
-        "layer_norm of an Invariant and a Replicate value over tp; a copy of the Invariant one is missing, or" in text
-    )
-    assert "or the spec of block.gain should say Invariant too (from the stream)" in text
+        "layer_norm of an Invariant and a Replicate value over tp; the spec of block.gain should say Invariant too, or"
+        " a copy of the Invariant one is missing (Invariant from the stream, Replicate from the spec of block.gain)"
+    ) in text
 
 
 def test_a_loss_of_slices_that_is_not_summed_is_found_where_it_leaves():

@@ -43,7 +43,7 @@ from mpitrain.verify import sweep
 from mpitrain.verify.command import main
 from mpitrain.verify.here import record, record_on
 from mpitrain.verify.judge import Verdict, judge
-from mpitrain.verify.layouts import Layout, all_layouts, parse
+from mpitrain.verify.layouts import WAYS, Layout, all_layouts, parse
 from mpitrain.verify.suspect import hints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -485,6 +485,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import beside  # a module in the script's own folder
+import mpitrain.parallel.tensor
 from mpitrain.errors import ConfigError, StateError
 from mpitrain import AdamW, Executor, GPT, GPTConfig, Mesh, Tokens, load, one_stage, with_update, world
 
@@ -492,12 +493,17 @@ from mpitrain import AdamW, Executor, GPT, GPTConfig, Mesh, Tokens, load, one_st
 @dataclass
 class Layout:
     dp: "int | None" = None
+    cp: int = 1
     tp: int = 1
 
 
 how, *flags = sys.argv[1:]
 assert __name__ == "__main__" and beside.NAME == "beside" and __file__ == sys.argv[0]
 layout = Layout()
+ways = [flag for flag in flags if flag in ("--sequence-parallel", "--cp-attention", "ring", "ulysses", "rsa")]
+flags = [flag for flag in flags if flag not in ways]
+sequence_parallel = "--sequence-parallel" in ways and how != "deaf to ways"
+kind = ways[-1] if ways and ways[-1][:2] != "--" and how != "deaf to ways" else "ring"
 for flag, value in zip(flags[::2], flags[1::2]):
     if how == "takes none" or (how == "dp only" and flag != "--dp"):
         print("usage: script.py\\nscript.py: error: unrecognized arguments:", flag, value, file=sys.stderr)
@@ -505,7 +511,7 @@ for flag, value in zip(flags[::2], flags[1::2]):
     if how != "deaf":
         setattr(layout, flag.removeprefix("--"), int(value))
 here = world()
-mesh = Mesh(here, dp=layout.dp, tp=layout.tp)
+mesh = Mesh(here, dp=layout.dp, cp=layout.cp, tp=layout.tp)
 print("a word of the script")
 if how == "no step":
     sys.exit()
@@ -520,7 +526,8 @@ if here.size > 1:
     if how == "breaks a rule":
         raise StateError("a rule of ours is broken")
 tokens = Tokens(load("text.txt"), seq_len=8)
-model = GPT(GPTConfig(layers=1, width=16, heads=2, seq_len=8), mesh, seed=1)
+shape = GPTConfig(layers=1, width=16, heads=2, seq_len=8)
+model = GPT(shape, mesh, seed=1, sequence_parallel=sequence_parallel, cp_attention=kind)
 executor = Executor(model, AdamW(model.parameters(), lr=1e-3), mesh, with_update(one_stage(1)), clip=1.0)
 finish = executor.reducer.finish
 def twice():
@@ -529,7 +536,11 @@ def twice():
         flat.grads *= mesh.dp.size
 if how == "doubles":
     executor.reducer.finish = twice
-for batch in tokens.batches(4, mesh.dp.rank, mesh.dp.size, stop_step=50 - 48 * (how == "short" and here.size > 1)):
+if how == "sums nothing" and mesh.tp.size > 1:
+    mpitrain.parallel.tensor.leave = lambda y, axis, sequence_parallel: y
+rank, size = (0, 1) if how == "same rows" else (mesh.dp.rank, mesh.dp.size)
+stop = 50 - 48 * (how == "short" and here.size > 1)
+for batch in tokens.batches(4, rank, size, stop_step=stop, positions=model.positions_here):
     if how == "refuses late" and here.size > 1 and batch.step == 1:
         raise ConfigError("not on a Sunday")
     if how == "nan" and here.size > 1 and batch.step == 1:
@@ -618,7 +629,10 @@ def test_a_rank_that_dies_and_one_that_hangs_fail_and_the_others_are_still_judge
 
 def test_a_layout_that_makes_fewer_steps_differs(script, capsys):
     assert main(["--layout", "dp2", script, "short"]) == 1
-    assert "step 3 was made on one rank alone, but not on ranks 0 1 of the layout" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "dp2  DIFFERS" in text
+    assert text.count("the layout ended before the end of step 3") == 3  # its line, the first hint, the table
+    assert "first     the layout ended before the end of step 3\n" in text
 
 
 def test_flags_that_a_script_refuses_are_shown_once_and_are_no_proof(script, capsys):
@@ -653,6 +667,56 @@ def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
     refused = "tp2 was refused by the script:\nthe script did not obey --tp 2: its mesh was dp 2"
     assert refused in capsys.readouterr().out
     assert main(["--layout", "dp2", script, "deaf"]) == 0  # which it does by itself
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("tp2,sp", "--sequence-parallel: it called no all_gather or reduce_scatter over tp"),
+        ("cp2,ulysses", "--cp-attention ulysses: it called no all_to_all over cp"),
+        ("cp2,rsa", "--cp-attention rsa: it called no rsa_attention over cp"),
+    ],
+)
+def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys, layout, said):
+    assert main(["--layout", layout, script, "deaf to ways"]) == 2
+    assert f"{layout} was refused by the script:\nthe script did not obey {said}\n" in capsys.readouterr().out
+
+
+def test_a_way_is_asked_for_only_where_its_axis_has_ranks_and_a_step_was_made(script, capsys):
+    assert main(["--layout", "dp2,tp1,sp", "--layout", "cp2,ring", script, "deaf to ways"]) == 0
+    capsys.readouterr()
+    assert main(["--layout", "tp2,sp", script, "dies"]) == 1
+    assert "tp2,sp  FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["tp2,sp", "cp2,ring", "cp2,ulysses", "cp2,rsa"])
+def test_what_sent_in_forward_is_recorded_with_its_axis_and_tells_the_way(layout):
+    case = sweep.Case(3, parse(layout), 17, MODEL)
+    ((_, first, *_), _) = record(2, lambda: sweep.train(case, case.layout))
+    known = {word for word, way in WAYS.items() if any([op, way.axis] in first.facts["sent"] for op in way.ops)}
+    assert known == set(case.layout.ways)
+
+
+def test_nothing_has_sent_on_one_rank():
+    ((_, first, *_),) = record(1, lambda: sweep.train(sweep.Case(3, ONE_RANK, 17, MODEL), ONE_RANK))
+    assert first.facts["sent"] == []
+
+
+def test_ranks_that_read_the_same_rows_are_told_so(script, capsys):
+    assert main(["--layout", "dp2", script, "same rows"]) == 1
+    text = capsys.readouterr().out
+    assert "error     32, allowed 0: must be exactly equal\n" in text
+    assert "how       the ranks of dp counted the same targets: each rank must get its own part (mesh.dp.rank," in text
+
+
+def test_what_the_check_of_states_says_is_printed_once(script, capsys, tmp_path):
+    path = tmp_path / "found.json"
+    assert main(["--check", "--layout", "tp2", "--json", str(path), script, "sums nothing"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("StateError") == 1
+    assert "states    StateError: " in text
+    assert "ended with exit code 2: a rule of states is broken\n" in text
+    assert "StateError" in json.loads(path.read_text())["layouts"][0]["message"]
 
 
 @pytest.mark.parametrize(
@@ -695,6 +759,15 @@ def test_a_layout_that_the_trainer_cannot_take_is_refused_with_its_reason(capsys
         (["--layout"], ConfigError, "its value is missing"),
         (["--layout", "xy"], ConfigError, "no word of a layout"),
         (["--layout", "dp2", "nowhere.py"], ConfigError, "there is no such script"),
+        (
+            ["--layout", "dp2", "tp2", "x.py"],
+            ConfigError,
+            "tp2: there is no such script, but .* --layout dp2 --layout tp2",
+        ),
+        (["dp2", "tp2,sp"], ConfigError, "dp2: there is no such script, but .* say --layout dp2 --layout tp2,sp"),
+        (["x.py", "--layout", "dp2"], ConfigError, "stand before it: mpitrain verify --layout ... x.py"),
+        (["x.py", "a", "--all=2"], ConfigError, "--all=2 stands behind x.py, where all words are the script's own"),
+        (["--", "--all", "2"], ConfigError, "--all stands behind --, where all words are the trainer's own"),
         (["--layuot", "dp2"], ConfigError, "no such option"),
         (["--all", "0"], ConfigError, "must be a whole number from 1 to 1024"),
         (["--all"], ConfigError, "its value is missing"),
@@ -736,6 +809,26 @@ def test_an_argument_may_name_a_folder_of_each_runs_own(script, tmp_path):
     code = (tmp_path / script).read_text()
     (tmp_path / script).write_text("import os, sys\nos.mkdir(sys.argv.pop(2))\n" + code)  # there is none yet
     assert main(["--layout", "dp1", "--layout", "dp1,tp1", script, "good", "{run}"]) == 0
+
+
+def test_words_behind_a_script_are_its_own_where_there_is_a_layout_before_it(script, tmp_path):
+    code = (tmp_path / script).read_text()
+    (tmp_path / script).write_text("import sys\nassert sys.argv.pop(2) == '--layout=mine'\n" + code)
+    assert main(["--layout", "dp1", script, "good", "--layout=mine"]) == 0
+    (tmp_path / "dp2").write_text((tmp_path / script).read_text())  # a script may be called as a layout is
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    assert main(["--layout", "dp1", "dp2", "good", "--layout=mine"]) == 0
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(script):
+    command = [sys.executable, "-m", "mpitrain", "verify", "--layout", "dp2", script, "good"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline().startswith("one rank")
+        child.stdout.close()
+        assert child.stderr.read() == ""
+        assert child.wait(20) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])

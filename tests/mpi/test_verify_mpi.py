@@ -109,5 +109,5 @@ def test_a_rank_that_dies_is_a_failure_with_its_own_words(script, capsys, how, s
     text = capsys.readouterr().out
     assert "dp2  FAILED" in text
     assert said in text.lower() if how == "is killed" else said in text
-    assert "was made on one rank alone, but not on rank" in text
+    assert "the layout ended before the end of step" in text
     assert "MPI_ABORT" not in text

@@ -175,8 +175,110 @@ def test_an_error_names_the_parameter_whose_spec_is_wrong():
         "layer_norm of an Invariant and a Shard(1) value over tp; the spec of norm.weight must say Replicate on tp"
         in first
     )
-    assert first.endswith("(from norm.weight)")
+    assert first.endswith("(Invariant from the spec of norm.weight, Shard(1) from the stream)")
     assert second == "  layer_norm(Shard(1) (2, _, 6), Invariant (6,), Replicate (6,))"
+
+
+BIAS = ("layer.c", (6,), None)
+WEIGHT = ("layer.w", (6, 8), None)
+ROWS = ("layer.w", (12, 8), {"tp": S(0)})
+ADVICE = {
+    "sum_everywhere before a bias": (
+        (lambda x, c: collectives.sum_everywhere(x, TP) + c, P, BIAS),
+        "add of an Invariant and a Replicate value over tp; all_reduce in place of sum_everywhere gives Invariant"
+        " (Invariant from the spec of layer.c, Replicate from sum_everywhere at LINE)",
+        "  or the spec of layer.c must say Replicate on tp, or a copy of it is missing",
+        "  add(Replicate (2, 4, 6), Invariant (6,))",
+    ),
+    "sum_everywhere, and a bias behind other ops": (
+        (lambda x, c: collectives.sum_everywhere(x, TP) * 2.0 + c, P, BIAS),
+        "add of an Invariant and a Replicate value over tp; all_reduce in place of sum_everywhere gives Invariant"
+        " (Invariant from the spec of layer.c, Replicate from sum_everywhere at LINE)",
+        "  or the spec of layer.c must say Replicate on tp, or a copy of it is missing",
+        "  add(Replicate (2, 4, 6), Invariant (6,))",
+    ),
+    "all_gather before a bias": (
+        (lambda x, c: collectives.all_gather(x, TP, 1) + c, S(1), BIAS),
+        "add of an Invariant and a Replicate value over tp; gather in place of all_gather gives Invariant"
+        " (Invariant from the spec of layer.c, Replicate from all_gather at LINE)",
+        "  or the spec of layer.c must say Replicate on tp, or a copy of it is missing",
+        "  add(Replicate (2, 8, 6), Invariant (6,))",
+    ),
+    "a weight without a spec behind a copy": (
+        (lambda x, w: ops.linear(collectives.copy(x, TP), w), I, WEIGHT),
+        "linear of an Invariant and a Replicate value over tp; the spec of layer.w on tp is Invariant (the default):"
+        " Shard(1) if each rank shall hold its columns, Replicate if each uses the whole for its own tokens"
+        " (Invariant from the spec of layer.w, Replicate from copy at LINE)",
+        "  or the value before that copy is Invariant",
+        "  linear(Replicate (2, 4, 6), Invariant (6, 8))",
+    ),
+    "a weight without a spec among slices": (
+        (lambda x, w: x @ w, S(1), WEIGHT),
+        "matmul of an Invariant and a Shard(1) value over tp; the spec of layer.w on tp is Invariant (the default):"
+        " Shard(1) behind an all_gather if each rank shall hold its columns, Replicate if each uses the whole for its"
+        " own tokens (Invariant from the spec of layer.w, Shard(1) from the stream)",
+        "  matmul(Shard(1) (2, _, 6), Invariant (6, 8))",
+    ),
+    "a weight whose rows are cut": (
+        (lambda x, w: ops.linear(collectives.copy(x, TP), w), I, ROWS),
+        "linear sums over dim 0 of a Shard(0) value, which is cut, with a Replicate one over tp; the spec of layer.w on"
+        " tp is Shard(0), which cuts the rows that are summed over: Shard(1) cuts its columns"
+        " (Shard(0) from the spec of layer.w, Replicate from copy at LINE)",
+        "  or the other must be Shard(2), or an all_gather of it is missing",
+        "  linear(Replicate (2, 4, 6), Shard(0) (_, 8))",
+    ),
+    "a weight whose columns are cut behind columns": (
+        (lambda x, w: ops.linear(x, w), S(2), ("layer.w", (12, 8), {"tp": S(1)})),
+        "linear sums over dim 2 of a Shard(2) value, which is cut, with a Shard(1) one over tp; the spec of layer.w on"
+        " tp is Shard(1): Shard(0) cuts the rows that are summed over"
+        " (Shard(2) from the stream, Shard(1) from the spec of layer.w)",
+        "  or an all_gather of the Shard(2) one is missing",
+        "  linear(Shard(2) (2, 4, _), Shard(1) (12, _))",
+    ),
+    "a bias of cut columns": (
+        (lambda x, w, b: ops.linear(x, w, b), R, ("layer.w", (6, 8), {"tp": S(1)}), ("layer.b", (8,), None)),
+        "linear of an Invariant and a Shard(2) value over tp; the spec of layer.b on tp is Invariant (the default):"
+        " Shard(0) if it is cut as the other is, Replicate if each rank uses the whole"
+        " (Invariant from the spec of layer.b, Shard(1) from the spec of layer.w)",
+        "  linear(Replicate (2, 4, 6), Shard(1) (6, _), Invariant (8,))",
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "lines"), [(c[0], c[1:]) for c in ADVICE.values()], ids=ADVICE)
+def test_an_error_says_first_what_to_change_where_a_state_came_from(case, lines):
+    program, state, *parameters = case
+    made = [Parameter(*parameter, init=init.ones) for parameter in parameters]
+    materialize(made, Grid().coords, Grid("tp").sizes, 0, np.float64)
+    checker = StateChecker(made, Grid("tp"))
+    checker.start()
+    x = Tensor(np.ones(X))
+    checker.declare(x, {"tp": state}, "the stream")
+    with listen(checker), pytest.raises(StateError) as caught:
+        program(x, *made)
+    said = str(caught.value).splitlines()
+    site, _, said[0] = said[0].removeprefix("at ").partition(": ")
+    assert said == [line.replace("LINE", site) for line in lines]
+
+
+def test_an_error_of_a_table_does_not_ask_for_it_to_be_cut_as_its_numbers_are():
+    table = Parameter("table", (16, 6), {"dp": I}, init=init.ones)
+    materialize([table], Grid().coords, Grid("edp").sizes, 0, np.float64)
+    checker = StateChecker([table], Grid("edp"))
+    checker.start(BATCH)
+    with listen(checker), pytest.raises(StateError, match="; the spec of table must say Replicate on dp, or a copy"):
+        ops.take(table, BATCH.inputs)
+
+
+def test_an_error_of_a_parameter_on_a_data_axis_does_not_call_its_spec_the_default():
+    weight = Parameter("layer.w", (6, 8), {"dp": I}, init=init.ones)
+    materialize([weight], Grid().coords, Grid("edp").sizes, 0, np.float64)
+    checker = StateChecker([weight], Grid("edp"))
+    checker.start()
+    x = Tensor(np.ones(X))
+    checker.declare(x, {"dp": S(0)})
+    with listen(checker), pytest.raises(StateError, match=r"the spec of layer.w on dp is Invariant: Shard\(1\) behind"):
+        x @ weight
 
 
 def test_the_line_is_that_of_the_op_also_where_a_listener_hands_events_on():

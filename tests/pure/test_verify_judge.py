@@ -218,17 +218,18 @@ def test_a_step_that_one_rank_lacks_is_found(rank):
     ranks = spoiled(run(2, 1))
     del ranks[rank][-1]
     first = judge(ALONE, ranks).first
-    assert (first.step, first.problem) == (2, f"made on one rank alone, but not on rank {rank} of the layout")
+    assert (first.step, first.problem) == (2, f"rank {rank} of the layout ended before the end of step 2")
 
 
 def test_a_step_that_only_the_layout_makes_is_found():
     first = judge(ALONE[:-1], run(2, 1)).first
-    assert (first.step, first.problem) == (2, "made on ranks 0 1 of the layout, but not on one rank alone")
+    assert (first.step, first.problem) == (2, "one rank alone ended before step 2, which the layout made")
 
 
 def test_a_rank_without_any_record_is_found():
     ranks = run(2, 1)
-    assert judge(ALONE, [ranks[0], []]).first.problem == "made on one rank alone, but not on rank 1 of the layout"
+    assert judge(ALONE, [ranks[0], []]).first.problem == "rank 1 of the layout ended before the end of step 1"
+    assert judge(ALONE, [[], []]).first.problem == "the layout ended before the end of step 1"
 
 
 def test_ranks_at_different_executors_are_found():
@@ -400,6 +401,34 @@ def test_a_norm_in_which_everything_is_counted_twice_is_the_root_of_two():
     for records in ranks:
         records[1].facts["norm"] *= 2**0.5
     assert "everything counted 2 times over an axis of size 2 (dp)" in said(ranks, "dp2")["how"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor", "axes", "ways"),
+    [
+        ("dp2", 2, "dp", "mesh.dp.rank, mesh.dp.size"),
+        ("cp2", 2, "cp", "positions=model.positions_here"),
+        ("dp2,cp4,tp2", 4, "cp", "positions=model.positions_here"),
+        ("dp2,cp2", 2, "dp or cp", "mesh.dp.rank, mesh.dp.size; positions=model.positions_here"),
+        ("dp2,cp2", 4, "dp and cp", "mesh.dp.rank, mesh.dp.size; positions=model.positions_here"),
+        ("dp4,tp2", 4, "dp", "mesh.dp.rank, mesh.dp.size"),
+    ],
+)
+def test_targets_that_several_ranks_counted_are_said_to_be_the_same_part_of_the_batch(layout, factor, axes, ways):
+    ranks = spoiled(run(2))
+    for records in ranks:
+        records[1].facts["targets"] *= factor
+    found = said(ranks, layout)
+    assert found["how"] == f"the ranks of {axes} counted the same targets: each rank must get its own part ({ways})"
+    assert found["error"] == f"{8 * (factor - 1)}, allowed 0: must be exactly equal"
+    assert found["suspect"] == axes.replace("and", "or")
+
+
+def test_targets_are_not_counted_over_tp():
+    ranks = spoiled(run(2))
+    for records in ranks:
+        records[1].facts["targets"] *= 2
+    assert said(ranks, "tp2,dp3")["how"] == "2 times the value everywhere"
 
 
 def test_replicas_decide_between_axes_that_a_factor_leaves_open():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.verify.layouts import Layout, all_layouts, parse
+from mpitrain.verify.layouts import WAYS, Layout, all_layouts, parse
 
 
 def test_words_become_flags_in_the_order_of_the_axes():
@@ -90,6 +90,12 @@ def test_every_layout_of_all_can_be_given_by_name():
 )
 def test_the_parts_of_a_layout_are_its_axes_alone_and_never_itself(text, parts):
     assert [str(part) for part in parse(text).parts()] == parts
+
+
+def test_every_way_names_ops_of_its_own():
+    named = [(way.axis, op) for way in WAYS.values() for op in way.ops]
+    assert len(set(named)) == len(named)
+    assert all(way.ops for way in WAYS.values())
 
 
 def test_one_rank_is_a_layout_without_words():

@@ -4,6 +4,7 @@
     rules.py     what each op does to a state: the table
     mixing.py    how the states of several values meet in one op
     arrows.py    what a message takes and gives
+    advice.py    what to change: where a value got its state, or where it meets another
     known.py     what is known of a value, and where it got it
     around.py    a checker for each executor of a script
     digests.py   do all ranks hold the same values where they should?

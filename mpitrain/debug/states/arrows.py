@@ -31,7 +31,7 @@ def follow(function: type[Arrow], call: Call, states: States) -> State:
     state = states[0]
     if state is not None and state != start:
         way = _way(call.title, start, state) if function.like is None else f"it takes {a_state(start)} one"
-        raise Mismatch(f"{call.title} of {a_state(state)} value", way)
+        raise Mismatch(f"{call.title} of {a_state(state)} value", way, fits=[(0, start)])
     for i, other in enumerate(states[1:], start=1):
         if other is not None and (other == PARTIAL or other.dim is not None):
             way = "every rank needs the whole of it: an all_gather or all_reduce is missing before it"

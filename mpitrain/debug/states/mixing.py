@@ -18,6 +18,7 @@ from typing import Any
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import to_host
+from mpitrain.debug.states import advice
 from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard, State
 
 States = Sequence[State | None]
@@ -31,15 +32,31 @@ class Mismatch(Exception):
 
     Args:
         what: is wrong: "gelu of a Partial value".
-        way: out of it: which message is missing or doubled; "{axis}" stands for the axis.
+        way: out of it: which message is missing or doubled; "{axis}" stands for the axis, "{default}" for
+            whether that is what a spec says of it by default.
         at: index of the input whose origin the report tells.
+        meets: index of another, if it is their states that do not go together.
+        fits: inputs, each with a state in which it would fit.
+        other_way: out of it, less likely than the first.
     """
 
-    def __init__(self, what: str, way: str, at: int = 0) -> None:
+    def __init__(
+        self,
+        what: str,
+        way: str,
+        at: int = 0,
+        meets: int | None = None,
+        *,
+        fits: Sequence[tuple[int, State]] = (),
+        other_way: str = "",
+    ) -> None:
         super().__init__(f"{what}; {way}")
         self.what = what
         self.way = way
         self.at = at
+        self.meets = meets
+        self.fits = fits
+        self.other_way = other_way
 
 
 class Call:
@@ -120,7 +137,7 @@ def mix(call: Call, values: Iterable[tuple[int, State | None]]) -> State | None:
     for i, state in shards:
         if state != shards[0][1]:
             what = f"{call.title} of a {shards[0][1]} and a {state} value"
-            raise Mismatch(what, "an all_to_all or all_gather of one of them is missing", i)
+            raise Mismatch(what, advice.other_slices(call, i, shards[0][1]), shards[0][0], i)
     if shards:
         return shards[0][1]
     return known[0][1] if known else None
@@ -131,21 +148,8 @@ def _is_whole(state: State) -> bool:
 
 
 def _no_copy(call: Call, i: int, j: int, other: State) -> Mismatch:
-    """Input i is Invariant where ranks do different things with it: the gradients differ, and nobody adds them up."""
-    what = f"{call.title} of an Invariant and a {other} value"
-    if call.parameter(i):
-        way = f"the spec of {call.parameter(i)} must say Replicate on {{axis}}, or a copy of it is missing"
-        return Mismatch(what, way, i)
-    way = "a gather of the other"
-    if other == PARTIAL:
-        way = "an all_reduce of the other"
-    if other == REPLICATE:
-        way = (
-            f"the spec of {call.parameter(j)} should say Invariant too"
-            if call.parameter(j)
-            else "the other should be, too"
-        )
-    return Mismatch(what, f"a copy of the Invariant one is missing, or {way}", i)
+    way, fits = advice.no_copy(call, i, j, other)
+    return Mismatch(f"{call.title} of an Invariant and a {other} value", way, i, j, fits=fits)
 
 
 def _summands(call: Call, given: Sequence[tuple[int, State | None]]) -> State:
@@ -170,9 +174,9 @@ def _summands(call: Call, given: Sequence[tuple[int, State | None]]) -> State:
                 way = (
                     "every rank would add the other one: an all_reduce or reduce_scatter of the Partial one is missing"
                 )
-                raise Mismatch(what, way, partial[0])
+                raise Mismatch(what, way, partial[0], i)
         elif state is not None and state.dim is not None:
-            raise Mismatch(what, "an all_reduce or reduce_scatter of the Partial one is missing", partial[0])
+            raise Mismatch(what, "an all_reduce or reduce_scatter of the Partial one is missing", partial[0], i)
         elif state == INVARIANT and not call.is_integer(i):
             raise _no_copy(call, i, partial[0], PARTIAL)
     return PARTIAL

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpitrain.debug.states import advice
 from mpitrain.debug.states.digests import Odd
 from mpitrain.debug.states.known import Known, Place
 from mpitrain.debug.states.mixing import Call, Mismatch
 from mpitrain.errors import StateError
-from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, State
+from mpitrain.spec import DEFAULTS, INVARIANT, PARTIAL, REPLICATE, State
 
 
 def mismatch_error(
@@ -24,9 +25,11 @@ def mismatch_error(
         name: what people call that axis.
         known: what is known of the inputs.
     """
-    culprit = known[wrong.at]
-    origin = culprit.origins.get(axis) if culprit is not None else None
-    source = "" if origin is None else f" (from {origin})"
+    default = " (the default)" if DEFAULTS[axis] == INVARIANT else ""
+    ways = [
+        way.replace("{axis}", name).replace("{default}", default) for way in advice.in_order(wrong, call, known, axis)
+    ]
+    others = "".join(f"  or {way}\n" for way in ways[1:])
     values = [
         f"constant {call.shape(i)}" if x is None else f"{x.on(axis)} {x.shape(call.shape(i))}"
         for i, x in enumerate(known)
@@ -34,8 +37,8 @@ def mismatch_error(
     ]
     within = f"in {place.path}: " if place.path else ""
     return StateError(
-        f"at {place.site}: {wrong.what} over {name}; {wrong.way.replace('{axis}', name)}{source}\n"
-        f"  {within}{place.op}({', '.join(values)})"
+        f"at {place.site}: {wrong.what} over {name}; {ways[0]}{advice.sources(wrong, call, known, axis)}\n"
+        f"{others}  {within}{place.op}({', '.join(values)})"
     )
 
 

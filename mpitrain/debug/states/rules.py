@@ -22,6 +22,7 @@ from mpitrain.autograd.function import Function
 from mpitrain.autograd.ops import fused, index, linalg, reduce, shape
 from mpitrain.autograd.ops.attention import Attention
 from mpitrain.autograd.ops.residual import Dropout, Residual, ResidualNorm
+from mpitrain.debug.states import advice
 from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state, aligned, mix
 from mpitrain.spec import PARTIAL, Shard, State
 
@@ -60,11 +61,9 @@ def contract(call: Call, states: States, summed: tuple[int, int], place: Callabl
         i = cut.index(True)
         other = states[1 - i]
         assert other is not None
-        raise Mismatch(
-            f"{call.title} sums over dim {summed[i]} of a {states[i]} value, which is cut, with {a_state(other)} one",
-            f"an all_gather of it is missing, or the other must be Shard({summed[1 - i]})",
-            i,
-        )
+        what = f"{call.title} sums over dim {summed[i]} of a {states[i]} value, which is cut, with {a_state(other)} one"
+        way, other_way = advice.half_product(call, i, Shard(summed[i]), other, Shard(summed[1 - i]))
+        raise Mismatch(what, way, i, 1 - i, other_way=other_way)
     moved = [(i, _moved(states[i], partial(place, i))) for i in (0, 1)]
     return mix(call, moved)
 
@@ -79,7 +78,8 @@ def linear(call: Call, states: States) -> Outcome:
     if product == PARTIAL and bias != PARTIAL and not call.is_zero(2):
         way = "every rank would add it: add the bias after an all_reduce or reduce_scatter"
         raise Mismatch(f"{call.title} adds a bias to a Partial product", way, 2)
-    return mix(call, [(0, product), (2, Shard(last) if bias == Shard(0) else bias)])
+    cut_by_weight = product is not None and states[0] != product and states[1] is not None and states[1].dim is not None
+    return mix(call, [(int(cut_by_weight), product), (2, Shard(last) if bias == Shard(0) else bias)])
 
 
 def matmul(call: Call, states: States) -> Outcome:
