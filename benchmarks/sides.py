@@ -184,7 +184,7 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
             in_messages=in_messages,
             seconds=seconds,
             cpu=after.cpu - before.cpu,
-            cpu_in_all=after.cpu - begun.cpu,
+            cpu_in_all=_usage().cpu - begun.cpu,
             faults=(after.faults - before.faults) / steps,
             peak_bytes=resident("VmHWM"),
             loss=losses[-1],

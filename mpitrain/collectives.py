@@ -52,7 +52,8 @@ class Arrow(Function):
 
     A collective is linear.  An op that sends in the course of a computation (a lookup in a table that is cut,
     attention over cut sequences) is an Arrow too: it says what becomes of input 0 on that axis, its other inputs being
-    the same on all ranks of it; its `like` is the op whose rules hold on all other axes, and `linear = ()` if it is not linear.
+    the same on all ranks of it; its `like` is the op whose rules hold on all other axes, and `linear = ()` if it is not
+    linear.
 
     Class attributes:
         arrow: (state the input must be in, state of the output); `Along("dim")` is Shard(dim), Shard(-1) the last dim.
