@@ -48,6 +48,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 
 SIZES = ("layers", "width", "heads", "seq_len")
 CONTEXT_KINDS = ("ring", "ulysses", "rsa")
+"""Kinds of context-parallel attention (`mpitrain.parallel.context`), the default first."""
 BUDGET = 255.0  # seconds of training where neither --steps nor --budget is given: a run of five minutes with its start
 
 DEFAULT_EVALUATIONS = 5  # of the validation loss, the last one included

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.comm.chunked import REST_TAG, Route, Several
-from mpitrain.comm.comparison import Comparison, Header, Ledger
+from mpitrain.comm.comparison import AxisCalls, Comparison, Header
 from mpitrain.comm.fingerprint import WORDS, Fingerprint, fingerprint
 from mpitrain.comm.in_check import Both, Later, Untouched
 from mpitrain.comm.page import stable_hash
@@ -65,7 +65,7 @@ class Checks:
         self._route = route
         self._rank, self._size = route.transport.rank, route.transport.size
         self._posts_later = route.transport.kind == "mpi"  # threads refuse by themselves what does not fit
-        self._ledger = Ledger(name, ranks)
+        self._calls = AxisCalls(name, ranks)
         self._places: dict[tuple[CodeType, int] | None, tuple[int, str]] = {}
         self._collectives: deque[Later] = deque()  # whose data has not been posted, and receives by peer and tag
         self._receives: dict[tuple[int, int], deque[Later]] = {}
@@ -93,7 +93,7 @@ class Checks:
             others = [(self._rank + step) % self._size for step in range(1, self._size)]
             parts = [route.irecv(rows[other], other, GATHER_TAG) for other in others]
             parts += [route.isend(words, other, GATHER_TAG) for other in others]
-            self._check, self._queue = Comparison(self._ledger, mine, rows, Several(parts)), self._collectives
+            self._check, self._queue = Comparison(self._calls, mine, rows, Several(parts)), self._collectives
             return
         tag = how[1]
         if "send" in verb:
@@ -101,7 +101,7 @@ class Checks:
             return
         theirs = np.empty(WORDS, np.int64)
         arrives = route.irecv(theirs, peer, HEADER_TAG + tag)
-        self._check = Header(self._ledger, mine, theirs, arrives, (peer, self._rank), tag)
+        self._check = Header(self._calls, mine, theirs, arrives, (peer, self._rank), tag)
         self._queue = self._receives.setdefault((peer, tag), deque())
 
     def _place(self) -> tuple[int, str]:
@@ -136,7 +136,7 @@ class Checks:
             mine = np.array([*a.shape, *sent, *received], np.int64)
             rows = np.empty((self._size, mine.size), np.int64)
             block(self._route(rows.size).iall_gather(mine, rows))
-            self._ledger.compare_blocks(check, rows, i, j)
+            self._calls.compare_blocks(check, rows, i, j)
 
     def receiving(self, post: Callable[[], Pending]) -> Pending:
         """Of a non-blocking call: the message that fills its array, posted when it is known to fit.
@@ -165,6 +165,6 @@ class Checks:
             a: the array that it reads.
         """
         mine = self._mine
-        call = f"{mine.verb} on axis {self._ledger.name}, call {mine.number}, {mine.shape} {mine.dtype} at {mine.site}"
+        call = f"{mine.verb} on axis {self._calls.name}, call {mine.number}, {mine.shape} {mine.dtype} at {mine.site}"
         text = f"{call}: the array was written before the message was complete.  Wait for the request first."
         return Untouched(message, a, text)

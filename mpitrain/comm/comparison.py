@@ -21,7 +21,7 @@ from mpitrain.comm.transport import Array, Pending
 from mpitrain.errors import CollectiveMismatch
 
 
-class Ledger:
+class AxisCalls:
     """What the comparisons of one axis have in common.
 
     Args:
@@ -100,28 +100,28 @@ class Comparison:
         is_uneven: whether blocks must be compared, too (of an all-to-all).
     """
 
-    def __init__(self, ledger: Ledger, mine: Fingerprint, rows: Array, arrive: Pending) -> None:
+    def __init__(self, axis_calls: AxisCalls, mine: Fingerprint, rows: Array, arrive: Pending) -> None:
         """`rows`: one fingerprint a member, complete when `arrive` is."""
         self.mine = mine
         self.prints: list[Fingerprint] = []
         self.is_uneven = False
-        self._ledger = ledger
+        self._calls = axis_calls
         self._rows = rows
         self._arrive = arrive
         self._done = False
         self._error: CollectiveMismatch | None = None
-        ledger.open.append(self)
+        axis_calls.open.append(self)
 
     def test(self) -> bool:
         """True once all members are known to make this call; earlier calls of the axis are compared first."""
-        calls = self._ledger.open
+        calls = self._calls.open
         while not self._done and calls[0]._arrive.test():
             calls.popleft()._compare()
         return self._result()
 
     def wait(self) -> None:
         """Block until all members are known to make this call."""
-        calls = self._ledger.open
+        calls = self._calls.open
         while not self._done:
             calls[0]._arrive.wait()
             calls.popleft()._compare()
@@ -141,7 +141,7 @@ class Comparison:
         self.prints = [Fingerprint.unpack(packed[at : at + size]) for at in range(0, len(packed), size)]
         self.is_uneven = not all(p.even for p in self.prints) or len({p.shape for p in self.prints}) > 1
         try:
-            self._ledger.compare(self.prints)
+            self._calls.compare(self.prints)
         except CollectiveMismatch as error:
             self._error = error
             raise
@@ -151,14 +151,14 @@ class Header:
     """The sender's fingerprint of a message."""
 
     def __init__(
-        self, ledger: Ledger, mine: Fingerprint, theirs: Array, arrives: Pending, ways: tuple[int, int], tag: int
+        self, axis_calls: AxisCalls, mine: Fingerprint, theirs: Array, arrives: Pending, ways: tuple[int, int], tag: int
     ) -> None:
         """`theirs` is filled when `arrives` is complete; `ways`: sender and receiver, as ranks of the axis."""
-        self._ledger = ledger
+        self._calls = axis_calls
         self._mine = mine
         self._theirs = theirs
         self._arrives = arrives
-        self._source, self._dest = (ledger.ranks[rank] for rank in ways)
+        self._source, self._dest = (axis_calls.ranks[rank] for rank in ways)
         self._tag = f" tag {tag}" if tag else ""
         self._done = False
 
@@ -178,7 +178,7 @@ class Header:
         mine, theirs = self._mine, Fingerprint.unpack(self._theirs.tobytes())
         if (mine.number, mine.shape, mine.dtype) != (theirs.number, theirs.shape, theirs.dtype):
             number = f" (call {theirs.number})" if mine.number != theirs.number else ""
-            self._ledger.refuse(
+            self._calls.refuse(
                 mine,
                 f"rank {self._source} {theirs.verb} {theirs.shape} {theirs.dtype} to rank {self._dest}{self._tag}"
                 f"{number} at {theirs.site}; "

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpitrain import errors
+from mpitrain.blas import THREADS
 from mpitrain.debug.capture import Record, read
 from mpitrain.doctor.ask import outside_of_mpi
 from mpitrain.doctor.launchers import ROOT, UNBOUND, in_allocation, launcher
@@ -35,7 +36,6 @@ REFUSALS = ("ConfigError", "ShapeError", "MeshError")
 _USER_ERROR = re.compile(f"({'|'.join(n for n, kind in vars(errors).items() if isinstance(kind, type))})\\b.*: ")
 _ERROR = re.compile(r"[A-Za-z_.]*(Error|Exception|Mismatch|Interrupt)\b")
 _LAUNCHERS_WORDS = re.compile(r"^([-=])\1{19,}\n.*?^\1{20,}$", re.MULTILINE | re.DOTALL)
-_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Run:
         how = [way, str(self.ranks), str(steps), "states" if self.states else "plain"]
         words = [sys.executable, "-m", "mpitrain.verify.run", str(self.folder), *how]
         env = outside_of_mpi(
-            **dict.fromkeys(_ONE_THREAD, "1"), MPITRAIN_DETERMINISTIC="1", MPITRAIN_TTY="0", PYTHONUNBUFFERED="1"
+            **dict.fromkeys(THREADS, "1"), MPITRAIN_DETERMINISTIC="1", MPITRAIN_TTY="0", PYTHONUNBUFFERED="1"
         )
         if self.over_mpi:
             words = [mpirun(), "-n", str(self.ranks), *words]

@@ -26,9 +26,8 @@ from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.capture import Record
-from mpitrain.debug.states import StateChecker
+from mpitrain.debug.states.around import checking_states
 from mpitrain.errors import StateError
-from mpitrain.events import Event, listen
 from mpitrain.verify.here import record_on
 from mpitrain.verify.judge import judge
 from mpitrain.verify.layouts import Layout, parse
@@ -65,17 +64,8 @@ def train(layout: Layout, options: dict[str, Any]) -> None:
 
 
 def checked(work: Callable[[], None]) -> None:
-    """Do something under a check of states that begins with the first action of its executor."""
-    checkers: list[StateChecker] = []
-
-    def follow(event: Event) -> None:
-        if event.kind == "action" and not checkers:
-            executor = event.info["executor"]
-            checkers.append(StateChecker(executor.model.parameters(), executor.mesh))
-        for checker in checkers:
-            checker(event)
-
-    with listen(follow):
+    """Do something under a check of states."""
+    with checking_states(world()):
         work()
 
 

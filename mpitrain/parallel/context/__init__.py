@@ -25,6 +25,7 @@ from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.comm.communicator import Communicator
+from mpitrain.config import CONTEXT_KINDS
 from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.parallel.context import layout
 from mpitrain.parallel.context.ring import ring_attention
@@ -32,7 +33,7 @@ from mpitrain.parallel.context.rsa import rsa_attention
 from mpitrain.parallel.context.ulysses import ulysses_attention
 from mpitrain.rng import Draw
 
-KINDS = ("ring", "ulysses", "rsa")
+KINDS = CONTEXT_KINDS
 """The kinds of context-parallel attention, the default first."""
 
 
