@@ -24,9 +24,11 @@ from mpitrain.optim.lr import warmup_cosine, warmup_updates
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
+from mpitrain.pipeline.action import Schedule
 from mpitrain.pipeline.executor import Executor
-from mpitrain.pipeline.passes import with_update
-from mpitrain.pipeline.schedules import one_stage
+from mpitrain.pipeline.partition import Partition, balance
+from mpitrain.pipeline.passes import complete
+from mpitrain.pipeline.schedules import SCHEDULES
 
 
 def run_folder(config: Config, world: World) -> Path:
@@ -77,6 +79,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         ConfigError: it cannot fit into this host's memory.
     """
     sizes = gpt_config(config, corpus.vocab_size)
+    partition = build_partition(config, sizes, mesh)
     here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     together(mesh.world, lambda: check_memory(config, sizes.num_parameters, mesh.dp.size, here, memory))
@@ -85,9 +88,67 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         mesh,
         sequence_parallel=config.sequence_parallel,
         cp_attention=config.cp_attention,
+        partition=partition,
         seed=config.seed,
         dtype=DTYPES[config.dtype],
     )
+
+
+def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
+    """Which blocks are on which stage: as given, or so that the most expensive stage costs least.
+
+    What a stage costs is its number of blocks, its parameters, its operations, or the time of its parts as rank 0
+    measures them; all ranks get the same answer.
+    """
+    stages = config.pp * chunks(config)
+    if config.stage_layers is not None:
+        return Partition(tuple(map(int, config.stage_layers.split(","))))
+    match config.balance:
+        case "parameters":
+            embedding, block, head = sizes.parameters_of_parts
+        case "flops":
+            embedding, block, head = sizes.flops_of_parts
+        case "measured" if stages > 1:
+            from mpitrain.models.profile import measured_costs
+
+            rows = config.batch // (mesh.dp.size * config.microbatches)
+            found = measured_costs(sizes, rows, DTYPES[config.dtype], config.seed) if mesh.world.rank == 0 else None
+            embedding, block, head = mesh.world.exchange(found)[0]
+        case _:
+            embedding, block, head = 0.0, 1.0, 0.0
+    return balance([block] * sizes.layers, stages, first=embedding, last=head)
+
+
+def schedule_name(config: Config) -> str:
+    """The schedule that is run: one stage has nothing to put in order, so there all are the same."""
+    return config.schedule if config.pp > 1 else "1f1b"
+
+
+def chunks(config: Config) -> int:
+    """Stages of each rank."""
+    return config.chunks if config.schedule == "interleaved" and config.pp > 1 else 1
+
+
+def build_rows(config: Config, batches: int = 1) -> Schedule:
+    """The actions of every pipeline rank."""
+    return complete(
+        schedule_name(config),
+        ranks=config.pp,
+        microbatches=config.microbatches,
+        chunks=chunks(config),
+        slices=config.slices if schedule_name(config) == "terapipe" else 1,
+        batches=batches,
+    )
+
+
+def slice_lengths(config: Config, sizes: GPTConfig) -> list[int] | None:
+    """Lengths into which terapipe cuts each sequence: of one cost, so later ones, which see more keys, are shorter."""
+    if schedule_name(config) != "terapipe" or config.slices == 1:
+        return None
+    from mpitrain.pipeline.slicing import equal_cost_slices
+
+    linear, quadratic = sizes.flops_of_a_token
+    return equal_cost_slices(sizes.seq_len, config.slices, linear, quadratic)
 
 
 def build_optimizer(config: Config, model: GPT) -> Optimizer:
@@ -105,11 +166,14 @@ def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh,
     else:
         reducer = FlatReducer(model.flats, mesh)
     warmup = warmup_updates(config.warmup, steps)
+    kind = SCHEDULES[schedule_name(config)]
     return Executor(
         model,
         optimizer,
         mesh,
-        with_update(one_stage(config.microbatches)),
+        (lambda batches: build_rows(config, batches)) if kind.versions else build_rows(config),
+        versions=kind.versions,
+        slices=slice_lengths(config, model.config),
         reducer=reducer,
         clip=config.clip,
         lr=lambda update: warmup_cosine(update, steps, warmup, config.lr),

@@ -22,10 +22,10 @@ class Clock:
         self.seconds = 0.0  # of a step, a mean in which the last 20 steps or so weigh
         self.speed_of_step = 0.0
 
-    def tick(self) -> None:
-        """A step ends."""
+    def tick(self, steps: int = 1) -> None:
+        """A step ends, or so many that overlapped."""
         now = time.perf_counter()
-        took, self._since = now - self._since, now
+        took, self._since = (now - self._since) / steps, now
         self.seconds += (took - self.seconds) * (0.05 if self.seconds else 1.0)
         self.speed_of_step = self._tokens / took
 

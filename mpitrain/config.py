@@ -34,6 +34,7 @@ from mpitrain.options import (
     text,
     whole,
 )
+from mpitrain.pipeline.schedules import SCHEDULES
 
 MODELS: Mapping[str, Mapping[str, int]] = {
     "gpt-tiny": {"layers": 2, "width": 32, "heads": 2, "seq_len": 32},
@@ -47,6 +48,8 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 """Models by name and their sizes; the last four are those of Radford et al. 2019 (GPT-2), table 2."""
 
 SIZES = ("layers", "width", "heads", "seq_len")
+BALANCES = ("layers", "parameters", "flops", "measured")
+"""What a partition into stages can deal out evenly."""
 CONTEXT_KINDS = ("ring", "ulysses", "rsa")
 """Kinds of context-parallel attention (`mpitrain.parallel.context`), the default first."""
 BUDGET = 255.0  # seconds of training where neither --steps nor --budget is given: a run of five minutes with its start
@@ -113,6 +116,14 @@ class Config:
     momentum: float = number(0.9, "sgd: decay of the velocity", Interval(0, 1, below=True))
     clip: float = number(1.0, "largest global norm of the gradient (0: no clipping)", Interval(0, 10**6))
 
+    pp: int = whole(1, "pipeline stages: ranks over which the layers are dealt out", 1, 2**20)
+    schedule: str = choice("1f1b", "order in which the stages of --pp work", SCHEDULES)
+    chunks: int = whole(2, "interleaved: stages of each rank of --pp", 1, 2**10)
+    slices: int = whole(4, "terapipe: slices into which every sequence is cut", 1, 2**16)
+    balance: str = choice("layers", "what is dealt out evenly over the stages", BALANCES)
+    stage_layers: str | None = text(
+        None, "blocks of each stage, as 3,2,2,1", metavar="N,N,...", unset="default: what --balance comes to"
+    )
     dp: int | None = whole(None, "ranks over which the batch is divided", 1, 2**20, unset="default: all that are left")
     tp: int = whole(1, "ranks over which every layer is cut: heads, hidden units, vocabulary", 1, 2**20)
     sequence_parallel: bool = switch(False, "cut norms, dropouts and residuals over --tp too, along the sequence")
@@ -199,7 +210,7 @@ GROUPS: Mapping[str, str] = {
     "model": "Model",
     "data": "Data",
     "batch": "Training",
-    "dp": "Ranks",
+    "pp": "Ranks",
     "run": "Run",
     "config": "Settings from a file",
 }
@@ -344,6 +355,72 @@ def check_layout(config: Config, dp: int) -> None:
         )
     _check_heads(config)
     _check_sequence(config)
+    _check_pipeline(config)
+
+
+def _check_pipeline(config: Config) -> None:
+    """What the schedule asks of the number of micro-batches, and of what it can go together with.
+
+    On one stage every schedule is the same work, so nothing is asked there.
+    """
+    pp, m, name = config.pp, config.microbatches, config.schedule
+    if pp == 1:
+        return
+    if name == "interleaved" and config.chunks > 1 and m % pp:
+        raise ConfigError(
+            f"--schedule interleaved: --microbatches {m} is not divisible by --pp {pp}: the stages of a rank take turns "
+            f"in groups of {pp}.  Try --microbatches {max(pp, round(m / pp) * pp)}, or --schedule 1f1b."
+        )
+    if name == "pipedream" and m != 1:
+        raise ConfigError(
+            f"--schedule pipedream updates after every batch, which is not cut: --microbatches {m} must be 1.  "
+            "pipedream-2bw adds up the gradients of several."
+        )
+    if name == "pipedream-2bw" and m < pp:
+        raise ConfigError(
+            f"--schedule pipedream-2bw: --microbatches {m} must be --pp {pp} or more, or two versions of the weights "
+            "do not suffice."
+        )
+    unfit = {
+        "pipedream": ("cp", "sequence_parallel", "clip", "tied"),
+        "pipedream-2bw": ("cp", "sequence_parallel"),
+        "terapipe": ("cp", "sequence_parallel"),
+    }
+    for option in unfit.get(name, ()):
+        value = getattr(config, option)
+        if value > (option == "cp"):
+            raise ConfigError(_refusal(name, option, value))
+    if name == "terapipe" and config.slices > config.seq_len:
+        raise ConfigError(f"--slices {config.slices}: a sequence of {config.seq_len} tokens has no so many slices.")
+    if config.stage_layers is not None:
+        _check_stage_layers(config)
+
+
+def _refusal(schedule: str, option: str, value: Any) -> str:
+    """Why a schedule does not go together with an option, and the way out."""
+    shown = f"{OPTIONS[option].flag}" + ("" if value is True else f" {value:g}")
+    why = {
+        "cp": "attention over several ranks needs whole steps and sequences; leave --cp out",
+        "sequence_parallel": "it goes together with --dp and --tp only; leave --sequence-parallel out",
+        "clip": "stages update at different times, so nobody knows the global norm: give --clip 0, or take "
+        "pipedream-2bw",
+        "tied": "the two stages that share the table update at different times: give --untied, or take pipedream-2bw",
+    }
+    return f"--schedule {schedule} and {shown}: {why[option]}."
+
+
+def _check_stage_layers(config: Config) -> None:
+    """Blocks of each stage: as many numbers as stages, which sum to the layers."""
+    given = config.stage_layers or ""
+    words = given.split(",")
+    stages = config.pp * (config.chunks if config.schedule == "interleaved" else 1)
+    if not all(word.isascii() and word.isdigit() and len(word) < 5 for word in words):
+        raise ConfigError(f"--stage-layers {show(given)}: must be whole numbers joined by commas, as 3,2,2,1.")
+    if len(words) != stages or sum(map(int, words)) != config.layers:
+        raise ConfigError(
+            f"--stage-layers {given}: {len(words)} stages with {sum(map(int, words))} blocks; wanted are {stages} "
+            f"stages with the model's {config.layers}."
+        )
 
 
 def _check_heads(config: Config) -> None:
@@ -396,9 +473,9 @@ def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: in
     size = 8 if config.dtype == "float64" else 4
     moments = 2 if config.optimizer == "adamw" else 1
     rows = config.batch // (dp * config.microbatches)
-    weights = (2 + moments) * num_parameters * size // config.tp
+    weights = (2 + moments) * num_parameters * size // (config.tp * config.pp)
     stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
-    activations = rows * config.seq_len * config.width * config.layers * size // stream
+    activations = rows * config.seq_len * config.width * config.layers * size // (stream * config.pp)
     needed = (weights + activations) * ranks_on_host
     if needed > host_bytes:
         raise ConfigError(

@@ -6,11 +6,17 @@ import os
 from pathlib import Path
 
 from mpitrain import kernels
+from mpitrain.assemble import build_rows
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
 from mpitrain.models.gpt import GPT
+from mpitrain.pipeline.partition import describe
+from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.simulate import simulate
 from mpitrain.plan.traffic import Step, traffic
+
+IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
 
 
 def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) -> list[tuple[str, str]]:
@@ -25,8 +31,9 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
             f"{config.model}: {config.layers} layers, width {config.width}, {_heads(config)}, "
             f"{config.seq_len} tokens, {'tied' if config.tied else 'untied'} head",
         ),
-        ("parameters", f"{model.num_parameters:,} in {config.dtype}, {len(model.parameters())} tensors"),
+        ("parameters", f"{model.config.num_parameters:,} in {config.dtype}, {_tensors(mesh, model)}"),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
+        *([("pipeline", _pipeline(config, mesh, model))] if mesh.pp.size > 1 else []),
         ("mesh", ", ".join([grid.removeprefix("mesh of 1 rank: "), *_cuts(config, mesh)])),
         (
             "kernels",
@@ -52,7 +59,7 @@ def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
         model.config,
         config.batch,
         config.microbatches,
-        model.flats[0].weights.dtype,
+        model.like.dtype,
         dp=mesh.dp.size,
         tp=mesh.tp.size,
         cp=mesh.cp.size,
@@ -61,6 +68,22 @@ def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
         tp_rank=mesh.tp.rank,
     )
     return str(traffic(step))
+
+
+def _tensors(mesh: Mesh, model: GPT) -> str:
+    number = len(model.parameters())
+    return f"{number} tensors" if mesh.pp.size == 1 else f"{number} tensors on this rank"
+
+
+def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
+    """Stages, schedule, and for how much of a step ranks have nothing to do, where B and W take as long as F each."""
+    flush = SCHEDULES[config.schedule].versions is None
+    played = simulate(build_rows(config, 1 if flush else IDLE_OVER))
+    over = "of a step" if flush else f"in a row of {IDLE_OVER} batches"
+    idle = f"{100 * played.bubble:.0f} % idle {over}" + (
+        ": more --microbatches idle less" if played.bubble > 0.25 else ""
+    )
+    return f"{config.schedule}, blocks {describe(model.partition)}; {idle}"
 
 
 def _heads(config: Config) -> str:

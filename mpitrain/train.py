@@ -45,12 +45,14 @@ from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
+from mpitrain.pipeline.executor import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.startup import facts
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
 BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than the ten that were timed
+LONGEST_ROW = 256  # steps that overlap before the pipeline drains, if neither validation nor a checkpoint drains it
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
 SAMPLE_SHARE = 0.1  # of --timeout: for about so long ranks that wait for the sample hear nothing of it
 MUST_STAY = ("layers", "width", "heads", "kv_heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
@@ -96,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = together(ranks, lambda: _settings_of_resumed(flags, found)) or config
     else:
         found = None
-    mesh = Mesh(ranks, dp=config.dp, cp=config.cp, tp=config.tp)
+    mesh = Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
     settings.check_layout(config, mesh.dp.size)
     Training(config, mesh, found, began).run()
     return 0
@@ -203,29 +205,47 @@ class Training:
         batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last, self.model.positions_here)
         checker = StateChecker(self.model.parameters(), self.mesh) if config.check else None
         with metrics or contextlib.nullcontext(), listen(checker) if checker else contextlib.nullcontext():
-            for step, batch in enumerate(batches, start=done + 1):
-                self.executor.step(batch)
-                clock.tick()
-                assert self.executor.report is not None
-                self.seen += self.executor.report.targets
-                val_loss = None
-                if step == steps or (eval_every and step % eval_every == 0):
-                    val_loss = self._validate()
-                    clock.restart()
-                if metrics is not None:
-                    logged = step in (done + 1, last) or val_loss is not None or step % log_every == 0
-                    self._tell(metrics, clock, step, steps, val_loss, logged)
+            step = done
+            while step < last:
+                row = self._row(step, last, steps)
+                reports = self.executor.run(list(islice(batches, row)))
+                clock.tick(row)
+                for report in reports:
+                    step += 1
+                    self.seen += report.targets
+                    val_loss = None
+                    if step == steps or (eval_every and step % eval_every == 0):
+                        val_loss = self._validate()
+                        clock.restart()
+                    if metrics is not None:
+                        logged = step in (done + 1, last) or val_loss is not None or step % log_every == 0
+                        self._tell(metrics, clock, report, step, steps, val_loss, logged)
                 if (config.save_every and step % config.save_every == 0) or (step == last and config.stop_after):
                     self._say(f"saved {self._save(step, optimizer)}")
                     clock.restart()
         self.terminal.end()
 
+    def _row(self, done: int, last: int, steps: int) -> int:
+        """How many steps are made before anything else: one, or where steps overlap as many as nothing interrupts.
+
+        What is measured or saved must not depend on how often a line is printed, so lines wait for the row's end.
+        """
+        if self.executor.versions is None:
+            return 1
+        stops = (self.config.eval_interval(steps), self.config.save_every)
+        return min(last - done, LONGEST_ROW, *(every - done % every for every in stops if every))
+
     def _tell(
-        self, metrics: MetricsWriter, clock: Clock, step: int, steps: int, val_loss: float | None, logged: bool
+        self,
+        metrics: MetricsWriter,
+        clock: Clock,
+        report: StepReport,
+        step: int,
+        steps: int,
+        val_loss: float | None,
+        logged: bool,
     ) -> None:
         """What a step did: to the file of metrics always, to the terminal where a line is due."""
-        report = self.executor.report
-        assert report is not None
         loss, norm, lr, left = report.loss, report.grad_norm, report.lr, (steps - step) * clock.seconds
         speed = clock.speed_of_step
         metrics.write(step, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=speed, tokens=self.seen, val_loss=val_loss)
@@ -279,11 +299,11 @@ class Training:
     def _continued(self, prompt: list[int]) -> list[int]:
         """What the model writes after a prompt; nothing on ranks that only wait.
 
-        Every replica holds the same weights, so the ranks of one tp axis write.  The others hear of it every now and
-        then: however long it takes, no message waits for as long as --timeout.
+        Every replica holds the same weights, so the ranks of one pipeline and tp axis write.  The others hear of it
+        every now and then: however long it takes, no message waits for as long as --timeout.
         """
         length, seldom = self.config.sample_length, SAMPLE_SHARE * self.config.timeout
-        writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis != "tp")
+        writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis not in ("pp", "tp"))
         more = generate(self.model, prompt, length, seed=self.config.seed)
         written: list[int] = []
         done, size = 0, 1

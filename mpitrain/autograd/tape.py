@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tensor import Tensor
@@ -39,6 +39,7 @@ PATH: ContextVar[str] = ContextVar("mpitrain.path", default="")
 """Where in the model the rank is just now (`blocks.3.mlp.down`); modules set it, nodes and events carry it."""
 
 Gradient = Any  # an array, or Lazy
+Seed = tuple["Tensor | Slot", Array]
 CONSTANT = -1
 
 
@@ -107,6 +108,13 @@ def _static_text(name: str, value: Any) -> str:
     return text if len(text) <= 40 else ""
 
 
+class Slot(NamedTuple):
+    """A value on a tape, without its array: what is needed to seed it after the array is gone."""
+
+    number: int
+    shape: tuple[int, ...]
+
+
 class Gradients(dict[Tensor, Array]):
     """Gradients of a tape's leaves that are no parameters, by tensor (a tensor is its own key: identity)."""
 
@@ -128,7 +136,7 @@ class Tape:
         self._slots = 0
         self._leaves: dict[Tensor, int] = {}
         self._leaf_at: dict[int, Tensor] = {}
-        self._versions: list[tuple[Any, int]] = []
+        self._weights: list[tuple[Any, Array, Any, int]] = []  # parameter, its array, the array's writes, how many
         self._packed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._pending: dict[int, Gradient] = {}
         self._owned: set[int] = set()
@@ -200,7 +208,8 @@ class Tape:
             self._leaf_at[slot] = t
             if t.is_parameter:
                 node.firsts += (t,)
-                self._versions.append((t, t.version))  # type: ignore[attr-defined]
+                writes = t.writes  # type: ignore[attr-defined]
+                self._weights.append((t, t.data, writes, writes.count))
         return slot
 
     def _pack(self, function: type[Function], saved: tuple[Any, ...], inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -227,13 +236,19 @@ class Tape:
         assert self.policy is not None
         return tuple(self.policy.unpack(handle) if packed else handle for packed, handle in saved)
 
+    def slot(self, t: Tensor) -> Slot | None:
+        """The place of a tensor on this tape; None if it is not there, as a value that went through untouched."""
+        number = t.slot if t.tape is self else self._leaves.get(t)
+        return None if number is None else Slot(number, t.shape)
+
     # -- walking back -------------------------------------------------------------------------------------------------
 
-    def backward(self, seeds: Sequence[tuple[Tensor, Array]]) -> Iterator[tuple[Any, ...]]:
+    def backward(self, seeds: Sequence[Seed]) -> Iterator[tuple[Any, ...]]:
         """Walk the tape in reverse, once, and free what each node saved as soon as it was used.
 
         Args:
-            seeds: (tensor, gradient of the objective with respect to it), for outputs or any other value on the tape.
+            seeds: (tensor, gradient of the objective with respect to it), for outputs or any other value on the tape;
+                the tensor's `slot` serves as well.
 
         Yields:
             After each node the parameters whose gradient is now final (often none): those that were first used in
@@ -247,7 +262,7 @@ class Tape:
         yield from self._walk(deferring=False)
         self._deliver()
 
-    def backward_inputs(self, seeds: Sequence[tuple[Tensor, Array]]) -> None:
+    def backward_inputs(self, seeds: Sequence[Seed]) -> None:
         """The first half of a split backward: gradients of the tape's inputs only (B of a zero-bubble schedule).
 
         Weight-side inputs are left for `backward_weights`; their nodes keep what they saved and their gradient.
@@ -263,33 +278,34 @@ class Tape:
         if self._walked != "backward_inputs":
             raise GraphError("backward_weights comes after backward_inputs, once")
         self._walked = "backward_weights"
-        self._check_versions()
+        self._check_weights()
         self._pending.update(self._kept)
         yield from self._walk(deferring=False, only_weights=True)
         self._deliver()
 
-    def run_backward(self, seeds: Sequence[tuple[Tensor, Array]]) -> Gradients:
+    def run_backward(self, seeds: Sequence[Seed]) -> Gradients:
         """Walk to the end; the gradients of the leaves that are no parameters."""
         for _ in self.backward(seeds):
             pass
         return self.grads
 
-    def _begin(self, seeds: Sequence[tuple[Tensor, Array]], walk: str) -> None:
+    def _begin(self, seeds: Sequence[Seed], walk: str) -> None:
         if self._walked:
             raise GraphError("this tape was walked already; a tape is walked once, record the forward pass again")
         self._walked = walk
-        self._check_versions()
+        self._check_weights()
         for t, grad in seeds:
-            slot = t.slot if t.tape is self else self._leaves.get(t)
+            slot = t if isinstance(t, Slot) else self.slot(t)
             if slot is None:
                 raise GraphError(f"a seed of shape {t.shape} is not on this tape: nothing that was recorded made it")
             if tuple(grad.shape) != t.shape:
                 raise GraphError(f"the seed of a tensor of shape {t.shape} has shape {tuple(grad.shape)}")
-            self._accumulate(slot, grad)
+            self._accumulate(slot.number, grad)
 
-    def _check_versions(self) -> None:
-        for parameter, version in self._versions:
-            if parameter.version != version:
+    def _check_weights(self) -> None:
+        """Refuse weights that were written; a parameter may have another array by now, which is not this tape's."""
+        for parameter, _, writes, count in self._weights:
+            if writes.count != count:
                 raise GraphError(
                     f"{parameter.name} was written between forward and backward: its gradient would be that of"
                     " other weights"
@@ -378,7 +394,7 @@ class Tape:
         A view counts as the array whose memory it keeps alive, once.  Where a policy packs, its handles count, if they
         have `nbytes`.
         """
-        weights = {id(_owner(t.data)) for t in self._leaves if t.is_parameter}
+        weights = {id(_owner(array)) for _, array, _, _ in self._weights}
         seen: dict[int, int] = {}
         for node in self.nodes:
             for item in node.saved or ():

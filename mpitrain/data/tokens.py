@@ -11,8 +11,9 @@ text elsewhere; the few tokens that an epoch leaves at both ends are others each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -81,6 +82,35 @@ class Batch:
         _check_places(places, self.inputs.shape[1])
         inputs, targets = (np.ascontiguousarray(tokens[:, places]) for tokens in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, positions=self.positions[places])
+
+    def slices(self, lengths: Sequence[int]) -> list[Batch]:
+        """Consecutive slices of every sequence, which go through a pipeline one after the other.
+
+        Targets stay with their inputs, and positions are those in the whole sequence.
+
+        Args:
+            lengths: tokens of each, at least 1, together all of them.
+
+        Raises:
+            ShapeError: they are not.
+        """
+        length = self.inputs.shape[1]
+        if sum(lengths) != length or min(lengths, default=0) < 1:
+            raise ShapeError(
+                f"slices of {', '.join(map(str, lengths)) or 'no'} tokens, together {sum(lengths)}: wanted are slices of"
+                f" at least 1 token whose sum is the sequence, {length}."
+            )
+        if len(lengths) == 1:
+            return [self]
+        return [
+            replace(
+                self,
+                inputs=np.ascontiguousarray(self.inputs[:, start:stop]),
+                targets=np.ascontiguousarray(self.targets[:, start:stop]),
+                positions=self.positions[start:stop],
+            )
+            for start, stop in pairwise(accumulate(lengths, initial=0))
+        ]
 
     def draw(self, seed: int) -> Draw | None:
         """What this batch's random numbers depend on; None for validation: no dropout, no jitter."""

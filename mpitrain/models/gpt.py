@@ -7,7 +7,8 @@
 
 It is built from parallel layers, which on axes of one rank are the serial ones: there is no second, serial model.
 Heads, hidden units and the vocabulary are cut over tp, the tokens of a sequence over cp; with sequence parallelism the
-stream between the layers over tp as well.
+stream between the layers over tp as well.  The blocks are dealt out to the stages of a pipeline: the token table is on
+the first, the head on the last, and between two stages passes the stream.
 
 Initial values: matrices are normal with standard deviation 1 / sqrt(fan-in), those that end a residual branch are
 divided by sqrt(2 L) more; an untied token table is normal with 0.5 and the learned positions start as sinusoids of the
@@ -20,7 +21,7 @@ arXiv:1706.03762, section 3.5 (sinusoids).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,12 +35,17 @@ from mpitrain.errors import ShapeError
 from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Dropout, LayerNorm
-from mpitrain.nn.module import Module
+from mpitrain.nn.module import Boundary, Module
 from mpitrain.nn.parameter import Parameter
 from mpitrain.parallel import context
-from mpitrain.parallel.sequence import between
+from mpitrain.parallel.sequence import SEQUENCE, between
+from mpitrain.parallel.stages import Links, pass_through
 from mpitrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, cross_entropy
-from mpitrain.spec import cut
+from mpitrain.pipeline.partition import Partition, balance
+from mpitrain.spec import INVARIANT, Shard, cut
+
+if TYPE_CHECKING:
+    from mpitrain.autograd.carry import Carry
 
 __all__ = ["GPT", "GPTConfig"]
 
@@ -52,17 +58,20 @@ class GPT(Module):
         mesh: the layout; the model is the same on every one.
         sequence_parallel: cut the stream between tensor-parallel regions along the sequence, over tp.
         cp_attention: how attention reaches other ranks' keys where mesh.cp is larger than 1: ring, ulysses, rsa.
+        partition: how many blocks each stage of a pipeline has; None: as many each, as far as that goes.  Stage q is
+            on rank q mod pp; there may be several a rank.
         seed: of the initial values and of dropout.
         dtype: of weights, activations and gradients.
         xp: where they live: numpy, or cupy for this rank's device.
 
     Attributes:
         positions_here: the positions of a sequence that this rank holds, for `Tokens.batches`; None: all of them.
+        partition: the one in force.
 
     Raises:
-        ShapeError: heads or the sequence do not divide; on every rank, before any message.
+        ShapeError: heads, the sequence or the stages do not divide; on every rank, before any message.
 
-    `model(batch)` is the sum over the batch's valid targets of the cross-entropy in nats: the executor divides by their
+    `model(batch)`, where all stages are on this rank, is the sum over the batch's valid targets of the cross-entropy in nats: the executor divides by their
     number over all ranks.  A batch from the host goes to where the weights are.
     """
 
@@ -73,6 +82,7 @@ class GPT(Module):
         *,
         sequence_parallel: bool = False,
         cp_attention: str = "ring",
+        partition: Partition | None = None,
         seed: int = 0,
         dtype: Any = np.float32,
         xp: Any = np,
@@ -83,32 +93,109 @@ class GPT(Module):
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         cuts = Cuts(mesh, self.sequence_parallel, cp_attention)
         self.positions_here = self._positions_here(config, cuts)
+        self.partition = balance([1.0] * config.layers, mesh.pp.size) if partition is None else partition
+        self.num_stages = self.partition.stages
+        self.stages = tuple(range(mesh.pp.rank, self.num_stages, mesh.pp.size))
+        self._check_stages(mesh)
+        self.pp = mesh.pp
+        self.links = Links(mesh.pp, [stage % mesh.pp.size for stage in range(self.num_stages)])
         width = config.width
         scale = width**-0.5 if config.tied else 0.5
         spec = between(self.sequence_parallel)
-        self.table = VocabularyEmbedding(
-            "table",
-            config.vocab,
-            width,
-            mesh.tp,
-            init=initial.normal(scale),
-            sequence_parallel=self.sequence_parallel,
-        )
-        self.positions = Parameter(
-            "positions.weight", (config.seq_len, width), spec, init=initial.sinusoids(scale), decay=True
-        )
-        self.drop = Dropout("drop", config.dropout)
-        self.blocks = [Block(f"blocks.{i}", config, cuts) for i in range(config.layers)]
-        self.norm = LayerNorm("norm", width, spec=spec)
-        self.head = VocabularyHead(
-            "head",
-            width,
-            config.vocab,
-            mesh.tp,
-            self.table.weight if config.tied else None,
-            sequence_parallel=self.sequence_parallel,
-        )
+        if self._has_first or (self._has_last and config.tied):
+            self.table = VocabularyEmbedding(
+                "table",
+                config.vocab,
+                width,
+                mesh.tp,
+                init=initial.normal(scale),
+                sequence_parallel=self.sequence_parallel,
+                tied=config.tied,
+            )
+        if self._has_first:
+            self.positions = Parameter(
+                "positions.weight", (config.seq_len, width), spec, init=initial.sinusoids(scale), decay=True
+            )
+            self.drop = Dropout("drop", config.dropout)
+        here = [number for stage in self.stages for number in self.partition.range(stage)]
+        self.blocks = [Block(f"blocks.{number}", config, cuts) for number in here]
+        self._block_at = dict(zip(here, self.blocks, strict=True))
+        if self._has_last:
+            self.norm = LayerNorm("norm", width, spec=spec)
+            self.head = VocabularyHead(
+                "head",
+                width,
+                config.vocab,
+                mesh.tp,
+                self.table.weight if config.tied else None,
+                sequence_parallel=self.sequence_parallel,
+            )
         self.materialize(mesh, seed, dtype, xp)
+
+    @property
+    def _has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def _has_last(self) -> bool:
+        return self.num_stages - 1 in self.stages
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> Tensor:
+        inputs: tuple[Tensor, ...] = ()
+        for stage in range(self.num_stages):
+            self._check_here(stage)
+            inputs = self._forward_stage(stage, batch, inputs, None)
+        return inputs[0]
+
+    def forward_stage(self, stage: int, batch: Batch, *inputs: Tensor, carry: Carry | None = None) -> tuple[Tensor, ...]:
+        if self.num_stages == 1 and carry is None:
+            return (self(batch),)
+        return self._forward_stage(stage, batch, inputs, carry)
+
+    def _forward_stage(
+        self, stage: int, batch: Batch, inputs: tuple[Tensor, ...], carry: Carry | None
+    ) -> tuple[Tensor, ...]:
+        self._check_part(batch)
+        batch = batch.to(self.like)
+        draw = batch.draw(self.seed) if self.config.dropout else None
+        this = Pass(draw, positions=batch.positions, documents=batch.documents, carry=carry)
+        x = self._stage(stage, batch.inputs, this, *inputs)
+        if stage < self.num_stages - 1:
+            return (x,)
+        return (cross_entropy(self._scores(x), batch.targets, self.tp, vocab=self.config.vocab),)
+
+    def boundary(self, stage: int, batch: Batch) -> tuple[Boundary, ...]:
+        return self._boundary(*batch.inputs.shape) if stage else ()
+
+    def _boundary(self, rows: int, length: int) -> tuple[Boundary, ...]:
+        """The stream, for so many rows of so many tokens here."""
+        cut_over = self.tp.size if self.sequence_parallel else 1
+        states = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(SEQUENCE) if self.sequence_parallel else INVARIANT}
+        return (Boundary((rows, length // cut_over, self.config.width), self.like.dtype, states),)
+
+    def _stage(self, stage: int, tokens: Array, this: Pass, *inputs: Tensor) -> Tensor:
+        """The stream after a stage.
+
+        Args:
+            tokens: (b, s) ids, for the first stage.
+            inputs: the stream before it, for the others.
+        """
+        length = tokens.shape[1]
+        mine = self._stream_slice(length)
+        if this.draw is not None:
+            this = this._replace(stream=this.draw.at(mine))
+        if stage == 0:
+            x = self.drop(self.table(tokens) + self._positions(length, mine, this.positions), this.stream)
+        else:
+            (x,) = inputs
+        for number in self.partition.range(stage):
+            x = self._block_at[number](x, this)
+        return x
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
 
     def logits(self, inputs: Array, this: Pass = PLAIN) -> Tensor:
         """Scores of the next token.
@@ -123,30 +210,16 @@ class GPT(Module):
         Raises:
             ShapeError: the sequence is too long.
         """
-        length = inputs.shape[1]
-        if length > self.config.seq_len:
-            raise ShapeError(
-                f"a sequence of {length} tokens is longer than the model's {self.config.seq_len} positions"
-            )
-        inputs = to_device(inputs, like=self.table.weight.data)
-        mine = self._stream_slice(length)
-        if this.draw is not None:
-            this = this._replace(stream=this.draw.at(mine))
-        x = self.table(inputs) + self._positions(length, mine, this.positions)
-        x = self.drop(x, this.stream)
-        for block in self.blocks:
-            x = block(x, this)
-        return self.head(self.norm(x))
-
-    def forward(self, batch: Batch) -> Tensor:
-        self._check_part(batch)
-        batch = batch.to(self.table.weight.data)
-        draw = batch.draw(self.seed) if self.config.dropout else None
-        this = Pass(draw, positions=batch.positions, documents=batch.documents)
-        return cross_entropy(self.logits(batch.inputs, this), batch.targets, self.tp, vocab=self.config.vocab)
+        self._check_length(inputs.shape[1])
+        tokens = to_device(inputs, like=self.like)
+        before: tuple[Tensor, ...] = ()
+        for stage in range(self.num_stages):
+            self._check_here(stage)
+            before = (self._stage(stage, tokens, this, *before),)
+        return self._scores(before[0])
 
     def next_scores(self, inputs: Array) -> np.ndarray:
-        """Scores of the token after the last one, on every rank of tp; collective over that axis.
+        """Scores of the token after the last one, on every rank of pp and tp; collective over both.
 
         Args:
             inputs: (b, s) token ids, the whole sequence, also under context parallelism.
@@ -155,11 +228,50 @@ class GPT(Module):
             (b, vocab), on the host.
         """
         length, vocab, tp = inputs.shape[1], self.config.vocab, self.tp
+        self._check_length(length)
         if self.sequence_parallel:  # later tokens change nothing before them
             inputs = np.pad(inputs, ((0, 0), (0, -length % tp.size)))
-        mine = to_host(self.logits(inputs).data[:, length - 1])
-        room = -(-vocab // tp.size) - mine.shape[1]  # the last ranks may hold fewer columns, or none
-        return tp.all_gather(np.pad(mine, ((0, 0), (0, room))), 1)[:, :vocab]
+        tokens, boundary = to_device(inputs, like=self.like), self._boundary(*inputs.shape)
+        made: dict[int, Any] = {}
+        pass_through(
+            self.links,
+            self.stages,
+            self.num_stages - 1,
+            0,
+            lambda stage, *before: (self._stage(stage, tokens, PLAIN, *before),),
+            lambda stage: boundary,
+            made,
+        )
+        scores = np.empty((len(inputs), vocab), self.like.dtype)
+        if self._has_last:
+            mine = to_host(self._scores(made[self.num_stages - 1][0]).data[:, length - 1])
+            room = -(-vocab // tp.size) - mine.shape[1]  # the last ranks may hold fewer columns, or none
+            scores = np.ascontiguousarray(tp.all_gather(np.pad(mine, ((0, 0), (0, room))), 1)[:, :vocab])
+        self.links.finish()
+        return self.pp.broadcast(scores, (self.num_stages - 1) % self.pp.size)
+
+    # -- what is checked ----------------------------------------------------------------------------------------------
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.seq_len:
+            raise ShapeError(
+                f"a sequence of {length} tokens is longer than the model's {self.config.seq_len} positions"
+            )
+
+    def _check_here(self, stage: int) -> None:
+        if stage not in self.stages:
+            raise ShapeError(
+                f"this rank of axis pp holds the stages {' '.join(map(str, self.stages))} of {self.num_stages}: stage"
+                f" {stage} is elsewhere.\nAn Executor runs all of them: executor.step(batch), executor.evaluate(batches)."
+            )
+
+    def _check_stages(self, mesh: Mesh) -> None:
+        """Refuse a partition that is not one of this model over these ranks."""
+        layers, ranks = self.partition.layers, mesh.pp.size
+        if sum(layers) != self.config.layers:
+            raise ShapeError(f"a partition of {sum(layers)} blocks {layers} for a model of {self.config.layers}.")
+        if len(layers) % ranks:
+            raise ShapeError(f"{len(layers)} stages are not divisible by axis pp of size {ranks}.")
 
     def _stream_slice(self, length: int) -> slice:
         """Which of the tokens here this rank holds between tensor-parallel regions."""
@@ -177,6 +289,7 @@ class GPT(Module):
     def _check_part(self, batch: Batch) -> None:
         """Refuse a batch that is not the part of its sequences which this rank should hold."""
         expected = self.positions_here
+        self._check_length(batch.inputs.shape[1])
         if expected is not None and not np.array_equal(to_host(batch.positions), expected):
             raise ShapeError(
                 f"a batch with {len(batch.positions)} positions of each sequence, which are not the {len(expected)} of"

@@ -10,7 +10,7 @@ cp.  Source: Radford et al. 2019, section 2.3 (pre-LayerNorm); Shoeybi et al. 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
@@ -21,10 +21,14 @@ from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, LayerNorm, Residual
 from mpitrain.nn.module import Module
 from mpitrain.parallel import context
+from mpitrain.parallel.context.layout import same_document
 from mpitrain.parallel.grouped import GroupedColumns
 from mpitrain.parallel.sequence import between
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
 from mpitrain.rng import Draw
+
+if TYPE_CHECKING:
+    from mpitrain.autograd.carry import Carry
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,24 @@ class GPTConfig:
         return self.vocab * self.width + head + self.seq_len * self.width + self.layers * layer + 2 * self.width
 
     @property
+    def parameters_of_parts(self) -> tuple[int, int, int]:
+        """Parameters of (embedding with positions, one block, last norm with head)."""
+        block = (self.width + 1) * self._qkv_width + 9 * self.width**2 + 10 * self.width
+        table = self.vocab * self.width
+        return table + self.seq_len * self.width, block, table + 2 * self.width
+
+    @property
+    def flops_of_a_token(self) -> tuple[int, int]:
+        """Flops of one block, forward and backward: (a token's own, a token's for each key that it sees)."""
+        return 6 * self.width * (self._qkv_width + 9 * self.width), 12 * self.width
+
+    @property
+    def flops_of_parts(self) -> tuple[int, int, int]:
+        """Flops of a token, forward and backward: (embedding, one block, head)."""
+        own, for_each_key = self.flops_of_a_token
+        return 0, own + for_each_key * self.seq_len // 2, 6 * self.vocab * self.width
+
+    @property
     def flops_per_token(self) -> int:
         """Flops of the matrix products, forward and backward: 6 a weight, and 12 s h for attention."""
         weights = self.layers * self.width * (self._qkv_width + 9 * self.width) + self.vocab * self.width
@@ -92,12 +114,14 @@ class Pass(NamedTuple):
         positions: int64 (s,) global positions of the tokens, those that this rank holds of each sequence; None: whole
             sequences are here, whatever the mesh.
         documents: (b, whole sequence) as in `Batch`.
+        carry: what earlier slices of these sequences left; None: there are none.
     """
 
     draw: Draw | None = None
     stream: Draw | None = None
     positions: Array | None = None
     documents: Array | None = None
+    carry: Carry | None = None
 
 
 PLAIN = Pass()
@@ -143,15 +167,28 @@ class Attention(Module):
 
     def forward(self, x: Tensor, this: Pass) -> Tensor:
         qkv = self.qkv(x)
-        if this.positions is None:  # whole sequences are here
+        rows = self._rows(this.draw)
+        drop = 0.0 if rows is None else self.dropout
+        if this.carry is not None:
+            y = self._of_slice(qkv, this.carry, this.documents, rows, drop)
+        elif this.positions is None:  # whole sequences are here
             y = ops.attention(qkv, self.heads, self.kv_heads)
         else:
-            rows = self._rows(this.draw)
-            drop = 0.0 if rows is None else self.dropout
             y = context.attention(
                 qkv, self.heads, self.kv_heads, self.cp, self.kind, documents=this.documents, rows=rows, drop=drop
             )
         return self.proj(y, add_bias=False)
+
+    def _of_slice(self, qkv: Tensor, carry: Carry, documents: Array | None, rows: Array | None, drop: float) -> Tensor:
+        """Attention of a slice of the sequences: on its own keys, and on those that earlier slices left."""
+        past = carry.earlier(self.name)
+        carry.keep(self.name, qkv)
+        mask = None
+        if documents is not None:
+            start = sum(each.shape[1] for each in past)
+            stop = start + qkv.shape[1]
+            mask = same_document(documents[:, start:stop], documents[:, :stop])
+        return ops.slice_attention(qkv, past, self.heads, self.kv_heads, mask=mask, rows=rows, drop=drop)
 
     def _rows(self, draw: Draw | None) -> Array | None:
         """The random streams of the attention weights' dropout, by global head."""

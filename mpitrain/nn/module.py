@@ -7,15 +7,17 @@ names begin with, and it is given the axes that it sends over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpitrain.autograd.tape import PATH
+from mpitrain.backend import Array
 from mpitrain.errors import ConfigError
 from mpitrain.nn.parameter import Flat, Parameter, materialize
+from mpitrain.spec import State
 
 PRECISION: ContextVar[Any] = ContextVar("mpitrain.precision", default=None)
 """The dtype of every model that is made, whatever its script asks for; None: as asked.  A proof sets it to float64."""
@@ -30,11 +32,38 @@ class HasCoordinates(Protocol):
     def sizes(self) -> dict[str, int]: ...
 
 
+class Boundary(NamedTuple):
+    """One tensor that goes from a stage of a pipeline to the next, and its gradient back.
+
+    Attributes:
+        shape, dtype: of both.
+        states: how it lies across axes, by name; "dp" is short for edp and ep.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    states: Mapping[str, State]
+
+
 class Module:
-    """Base of layers and models.  Subclasses set parameters and children in `__init__` and define `forward`."""
+    """Base of layers and models.  Subclasses set parameters and children in `__init__` and define `forward`.
+
+    A model that can be cut into the stages of a pipeline says which of them this rank holds (`stages`), how many there
+    are (`num_stages`), and defines `forward_stage` and `boundary`.  One that does not is a single stage.
+
+    Attributes:
+        flats: the buffers of this rank's parameters, after `materialize`.
+        like: an empty array of the model's dtype where it lives, after `materialize`.
+        seed: of the initial values and of dropout.
+        num_stages: stages of the whole model.
+        stages: numbers of those that this rank holds, ascending.
+    """
 
     flats: list[Flat]
+    like: Array
     seed: int = 0
+    num_stages: int = 1
+    stages: tuple[int, ...] = (0,)
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -48,6 +77,24 @@ class Module:
             return self.forward(*args, **kwargs)
         finally:
             PATH.reset(token)
+
+    def forward_stage(self, stage: int, batch: Any, *inputs: Any, carry: Any = None) -> tuple[Any, ...]:
+        """What one stage makes of a micro-batch.
+
+        Args:
+            stage: its number, one of `stages`.
+            batch: the micro-batch; every stage is given it.
+            inputs: what the stage before has made, Tensors as `boundary(stage, batch)` says; none for stage 0.
+            carry: what earlier slices of the same sequences left (`mpitrain.autograd.carry`); None: there are none.
+
+        Returns:
+            What goes to the next stage; of the last stage the loss alone: the sum over the batch's valid targets.
+        """
+        return (self(batch),)
+
+    def boundary(self, stage: int, batch: Any) -> tuple[Boundary, ...]:
+        """What comes into a stage for this micro-batch; nothing into stage 0."""
+        return ()
 
     def children(self) -> Iterator[Module]:
         """Direct sub-modules, in the order in which they were set."""
@@ -90,6 +137,7 @@ class Module:
         forced = PRECISION.get()
         dtype = dtype if forced is None else forced
         self.seed = seed
+        self.like = xp.empty(0, np.dtype(dtype))
         self.flats = materialize(parameters, mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp)
 
     def start_step(self) -> None:

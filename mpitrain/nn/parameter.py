@@ -23,6 +23,15 @@ Initializer = Callable[[str, tuple[int, ...], tuple[slice, ...], int], Any]
 """(name, full_shape, slab, seed) -> float64 array of the slab; a pure function, the same on every layout."""
 
 
+class Writes:
+    """How often an array was written in place."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Parameter(Tensor):
     """A weight.
 
@@ -35,11 +44,12 @@ class Parameter(Tensor):
         decay: whether weight decay applies (matrices and embeddings: yes; biases and norms: no).
 
     After `materialize`: `.data` and `.grad` are this rank's slab (views of flat buffers), `.rectangle` its slices in
-    the full tensor.  `.grad` holds the gradient only if `.touched`: the first gradient of a step overwrites. `.version`
-    counts in-place writes, so that a tape notices a weight that changed under it.
+    the full tensor.  `.grad` holds the gradient only if `.touched`: the first gradient of a step overwrites.  `.writes`
+    counts in-place writes into the array that is `.data`, so that a tape notices a weight that changed under it;
+    whoever exchanges the array exchanges the count with it.
     """
 
-    __slots__ = ("decay", "full_shape", "grad", "init", "name", "rectangle", "spec", "touched", "version")
+    __slots__ = ("decay", "full_shape", "grad", "init", "name", "rectangle", "spec", "touched", "writes")
 
     is_parameter = True
 
@@ -64,7 +74,16 @@ class Parameter(Tensor):
         self.weight_side = True
         self.grad: Array = self.data
         self.touched = False
-        self.version = 0
+        self.writes = Writes()
+
+    @property
+    def version(self) -> int:
+        """Number of the in-place writes into `.data`; whoever writes adds one."""
+        return self.writes.count
+
+    @version.setter
+    def version(self, count: int) -> None:
+        self.writes.count = count
 
     def accumulate(self, grad: Any) -> None:
         """Add a gradient (an array or a recipe); the first of a step is written, not added."""
@@ -101,10 +120,14 @@ class Flat:
         self.offsets = [int(offset) for offset in np.cumsum([0, *sizes])]
         self.weights = xp.empty(self.offsets[-1], dtype)
         self.grads = xp.zeros(self.offsets[-1], dtype)
-        for p, start, stop in zip(self.parameters, self.offsets, self.offsets[1:], strict=False):
-            shape = slab_shape(p.rectangle)
-            p.data = self.weights[start:stop].reshape(shape)
-            p.grad = self.grads[start:stop].reshape(shape)
+        for p, data, grad in zip(self.parameters, self.views(self.weights), self.views(self.grads), strict=True):
+            p.data, p.grad = data, grad
+
+    def views(self, vector: Array) -> list[Array]:
+        """Each parameter's part of a vector that lies as the buffers do, in the parameter's shape."""
+        shapes = [slab_shape(p.rectangle) for p in self.parameters]
+        ends = zip(self.offsets, self.offsets[1:], shapes, strict=False)
+        return [vector[start:stop].reshape(shape) for start, stop, shape in ends]
 
 
 def materialize(

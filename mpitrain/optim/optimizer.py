@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,13 @@ from mpitrain.backend import Array, array_module
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.runs import Run, join
+
+
+class Joined(NamedTuple):
+    """Runs, and the arrays of which they were joined."""
+
+    arrays: Sequence[Array] = ()
+    runs: Sequence[Run] = ()
 
 
 class Optimizer(ABC):
@@ -30,6 +38,7 @@ class Optimizer(ABC):
     Attributes:
         kinds: names of the state vectors that the method keeps for each weight.
         updates: number of updates made; successes, not attempts.
+        joined: the runs of the last step; joined anew by a step that finds other arrays.
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
@@ -50,8 +59,7 @@ class Optimizer(ABC):
         xp, dtype = array_module(*weights), next(iter(dtypes), np.dtype(np.float64))
         self._size = sum(array.size for array in weights)
         self._state = {kind: xp.zeros(self._size, dtype) for kind in self.kinds}
-        self._runs: list[Run] = []
-        self._joined: list[Array] = []
+        self.joined = Joined()
 
     def step(self, lr: float | None = None) -> None:
         """Update all weights in place from their gradients.
@@ -77,12 +85,13 @@ class Optimizer(ABC):
     def _update(self, p: Array, g: Array, *state: Array, lr: float, decay: float) -> None:
         """One run: the method's pure function with its hyper-parameters."""
 
-    def _current_runs(self) -> list[Run]:
+    def _current_runs(self) -> Sequence[Run]:
         """The runs, joined again where a parameter's arrays were exchanged since the last step."""
         arrays = [array for p in self.parameters for array in (p.data, p.grad)]
-        if len(arrays) != len(self._joined) or any(a is not b for a, b in zip(arrays, self._joined, strict=True)):
-            self._joined, self._runs = arrays, join(self.parameters)
-        return self._runs
+        known = self.joined.arrays
+        if len(arrays) != len(known) or any(a is not b for a, b in zip(arrays, known, strict=True)):
+            self.joined = Joined(arrays, join(self.parameters))
+        return self.joined.runs
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
         """The state for a checkpoint, besides `updates`: kind -> parameter's name -> view of its slab's shape."""

@@ -2,7 +2,8 @@
 
 The rule: where a parameter is Replicate on an axis, its gradient is Partial there, so it is *summed over the merge of
 all axes where the parameter is Replicate*.  Nothing else happens to a gradient anywhere.  Which axes those are stands
-in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).
+in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).  A parameter that the
+two end stages of a pipeline share needs a second step, once a step of training: `sum_over_ends`.
 
 All reductions are sums.  The mean is taken once, in the seed of backward, which is one over the number of targets of
 the whole step on all ranks.
@@ -126,6 +127,20 @@ class _Bucket:
         self.request.wait()
         self.request = None
         self.missing = set(self.parameters)
+
+
+def sum_over_ends(parameters: Iterable[Parameter], mesh: Mesh) -> None:
+    """The rule's second step: a parameter that the first and the last stage both use has a gradient on each.
+
+    Collective over `mesh.ends`, the two stages; after the sum over the other axes, of which it is independent.
+
+    Cost: each of the two sends the bytes of the gradient, once a step.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (tied embeddings of a pipeline).
+    """
+    for p in parameters:
+        if p.spec.tied:
+            p.settle()
+            mesh.ends.all_reduce(p.grad, out=p.grad)
 
 
 def settle(parameters: Iterable[Parameter]) -> None:

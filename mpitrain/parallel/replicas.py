@@ -20,6 +20,7 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.backend import Array, to_host
 from mpitrain.blas import NUMPY_WAS_LOADED, library
+from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.data.tokens import Batch
@@ -73,7 +74,9 @@ def _processor() -> str:
 
 
 def check_replicas(parameters: Sequence[Parameter], mesh: Mesh, when: str) -> None:
-    """Compare weights that ranks hold alike, those Replicate or Invariant on an axis.  Collective over the world.
+    """Compare weights that ranks hold alike: those Replicate or Invariant on an axis, and those of two tied stages.
+
+    Collective over the world.
 
     Args:
         parameters: this rank's.
@@ -89,18 +92,25 @@ def check_replicas(parameters: Sequence[Parameter], mesh: Mesh, when: str) -> No
     for p in parameters:
         groups.setdefault(p.spec.shared_axes(), []).append(p)
     for axes, members in groups.items():
-        axis = mesh.merged(axes)
-        if len(set(axis.exchange(_digest(p.data for p in members)))) == 1:
-            continue
-        for p in members:
-            found = axis.exchange(_digest([p.data]))
-            odd = [rank for rank, digest in zip(axis.ranks, found, strict=True) if digest != found[0]]
-            if odd:
-                raise StateError(
-                    f"{p.name} differs between ranks that share it, {when}: rank {odd[0]} against rank"
-                    f" {axis.ranks[0]} ({len(odd)} of {axis.size} differ).\n"
-                    "Do all hosts have the same processor type and the same NumPy?  `mpitrain doctor` on each tells."
-                )
+        _compare(members, mesh.merged(axes), when)
+    tied = [p for p in parameters if p.spec.tied]
+    if tied:
+        _compare(tied, mesh.ends, when)
+
+
+def _compare(members: Sequence[Parameter], axis: Communicator, when: str) -> None:
+    """Compare what the ranks of an axis hold of these parameters."""
+    if len(set(axis.exchange(_digest(p.data for p in members)))) == 1:
+        return
+    for p in members:
+        found = axis.exchange(_digest([p.data]))
+        odd = [rank for rank, digest in zip(axis.ranks, found, strict=True) if digest != found[0]]
+        if odd:
+            raise StateError(
+                f"{p.name} differs between ranks that share it, {when}: rank {odd[0]} against rank"
+                f" {axis.ranks[0]} ({len(odd)} of {axis.size} differ).\n"
+                "Do all hosts have the same processor type and the same NumPy?  `mpitrain doctor` on each tells."
+            )
 
 
 SAME_ON_CP = ("places", "documents", "step", "epoch", "training")
@@ -109,24 +119,28 @@ SAME_ON_TP = (*SAME_ON_CP, "positions", "inputs", "targets")
 
 
 def check_batch(batch: Batch, mesh: Mesh) -> None:
-    """Compare what ranks were given that work on the same rows: those of tp, and of cp.  Collective over the world.
+    """Compare what ranks were given that work on the same rows: those of tp, cp and pp.  Collective over the world.
 
     A script that divides its rows over all ranks, as is right for data parallelism alone, would train on nonsense.
 
     Raises:
         DataError: naming the field and the ranks, on every rank.
 
-    Cost: one SHA-256 over the batch and one small message; nothing where tp and cp have one rank.
+    Cost: one SHA-256 over the batch and one small message; nothing where tp, cp and pp have one rank.
     """
-    tp, cp = mesh.tp.size, mesh.cp.size
-    if tp * cp == 1:
+    tp, cp, pp = mesh.tp.size, mesh.cp.size, mesh.pp.size
+    if tp * cp * pp == 1:
         return
     values = {name: getattr(batch, name) for name in SAME_ON_TP}
     mine = {name: _digest([x])[:16] + str(x.shape) if hasattr(x, "shape") else str(x) for name, x in values.items()}
     found = mesh.world.exchange(mine)
-    for axis, size, names in (("tp", tp, SAME_ON_TP), ("cp", tp * cp, SAME_ON_CP)):
-        for rank, told in enumerate(found):
-            first = rank // size * size  # cp and tp are the fastest axes: their ranks are neighbours
+    stage = mesh.world.size // pp  # pp is the slowest axis, cp and tp are the fastest: their ranks are neighbours
+    for rank, told in enumerate(found):
+        for axis, first, names in (
+            ("tp", rank // tp * tp, SAME_ON_TP),
+            ("cp", rank // (tp * cp) * tp * cp, SAME_ON_CP),
+            ("pp", rank % stage, SAME_ON_TP),
+        ):
             odd = [name for name in names if told[name] != found[first][name]]
             if odd:
                 raise DataError(

@@ -43,7 +43,7 @@ from mpitrain.nn import init as initial
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Initializer, Parameter
 from mpitrain.parallel.sequence import enter, leave
-from mpitrain.spec import INVARIANT, PARTIAL, Shard, cut
+from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard, cut
 
 ELSEWHERE = -1
 """The kernels' word for a target that counts, but whose logit another rank holds."""
@@ -66,6 +66,7 @@ class VocabularyEmbedding(Module):
         axis: the tp axis.
         init: initial values of the table (vocab, dim); standard deviation 0.02 where left out.
         sequence_parallel: whether y is cut along the sequence.
+        tied: whether the head of the last stage of a pipeline uses the table too: then it is Replicate on `ends`.
 
     Raises:
         ShapeError: in forward: an id is not in [-vocab, vocab), the same on all ranks; or s is not divisible by
@@ -81,13 +82,13 @@ class VocabularyEmbedding(Module):
         *,
         init: Initializer | None = None,
         sequence_parallel: bool = False,
+        tied: bool = False,
     ) -> None:
         super().__init__(name)
         self.axis = axis
         self.sequence_parallel = sequence_parallel
-        self.weight = Parameter(
-            f"{name}.weight", (vocab, dim), {axis.name: Shard(0)}, init=init or initial.normal(0.02), decay=True
-        )
+        spec = {axis.name: Shard(0), **({"ends": REPLICATE} if tied else {})}
+        self.weight = Parameter(f"{name}.weight", (vocab, dim), spec, init=init or initial.normal(0.02), decay=True)
 
     def forward(self, ids: Array) -> Tensor:
         if self.axis.size == 1:

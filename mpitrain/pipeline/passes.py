@@ -1,23 +1,109 @@
-"""Passes: functions from a schedule to a schedule that add what compute order leaves out."""
+"""Passes: functions from a schedule to a schedule that add what compute order leaves out.
+
+    one_f_one_b    F0 F1 B0 B1                                               (stage 1 of 3, two micro-batches)
+    with_messages  RECV_F0 F0 SEND_F0 RECV_F1 F1 SEND_F1 RECV_B0 B0 SEND_B0 RECV_B1 B1 SEND_B1
+    with_update    LOAD0 LOAD1 COUNT RECV_F0 F0 ... B1 SEND_B1 REDUCE STEP
+
+`complete` applies them all.
+"""
 
 from __future__ import annotations
 
-from mpitrain.pipeline.action import Action, Schedule
+from mpitrain.errors import ScheduleError
+from mpitrain.pipeline.action import Action, Row, Schedule, placement
+from mpitrain.pipeline.schedules import SCHEDULES, compute_rows
+
+
+def with_messages(rows: Schedule) -> Schedule:
+    """Receive right before each F and B, send right after it, where the neighbouring stage is on another rank.
+
+    A send does not wait for W: the next rank needs the gradient of the input alone.
+
+    Raises:
+        ScheduleError: a stage is on two ranks or on none.
+    """
+    place = placement(rows)
+    last = len(place) - 1
+
+    def beside(action: Action) -> Row:
+        kind, micro, stage, part = action
+        below = stage > 0 and place[stage - 1] != place[stage]
+        above = stage < last and place[stage + 1] != place[stage]
+        comes, goes = (below, above) if kind == "F" else (above, below)
+        received = [Action(f"RECV_{kind}", micro, stage, part)] if comes else []
+        sent = [Action(f"SEND_{kind}", micro, stage, part)] if goes else []
+        return [*received, action, *sent]
+
+    return [
+        [done for action in row for done in (beside(action) if action.kind in ("F", "B") else (action,))]
+        for row in rows
+    ]
 
 
 def with_update(rows: Schedule) -> Schedule:
-    """Load and count before the first F, reduce and update after the last B.
+    """Load and count before the first F, reduce and update after the last B: the whole row is one step.
 
         LOAD0 LOAD1 COUNT F0 B0 F1 B1 REDUCE STEP
 
     All micro-batches are loaded first because the loss is a mean over the targets of the *whole* step: their number
     must be known before the first gradient is seeded (see `docs/explanation/loss.md`).
     """
+    place = placement(rows)
     updated = []
-    for stage, row in enumerate(rows):
-        micros = sorted({action.micro for action in row if action.kind == "F" and action.micro is not None})
-        loads = [Action("LOAD", micro, stage) for micro in micros]
-        updated.append(
-            [*loads, Action("COUNT", stage=stage), *row, Action("REDUCE", stage=stage), Action("STEP", stage=stage)]
-        )
+    for rank, row in enumerate(rows):
+        stage = place.index(rank)
+        loads = [Action("LOAD", micro, stage) for micro in _micros(row)]
+        updated.append([*loads, Action("COUNT", None, stage), *row, *_update(None, stage)])
     return updated
+
+
+def with_updates(rows: Schedule, microbatches: int) -> Schedule:
+    """Load, count, reduce and update for every batch of a row that goes on over several.
+
+        LOAD0 COUNT0 F0 LOAD1 COUNT1 F1 B0 REDUCE0 STEP0 LOAD2 COUNT2 F2 B1 REDUCE1 STEP1 ...
+
+    A rank loads and counts a batch before its first F of it, and updates after its last B or W of it.
+
+    Args:
+        rows: with or without messages.
+        microbatches: of one batch; micro-batch j belongs to batch j // microbatches.
+    """
+    if microbatches < 1:
+        raise ScheduleError(f"a batch has at least 1 micro-batch, not {microbatches}")
+    place = placement(rows)
+    updated = []
+    for rank, row in enumerate(rows):
+        stage = place.index(rank)
+        batches = [action.micro // microbatches for action in row if action.micro is not None]
+        last = {batch: at for at, batch in enumerate(batches)}  # the place of the last action of each batch
+        micros: dict[int, list[int]] = {}
+        for micro in _micros(row):
+            micros.setdefault(micro // microbatches, []).append(micro)
+        filled: Row = []
+        for at, (action, batch) in enumerate(zip(row, batches, strict=True)):
+            if batch in micros:
+                filled += (Action("LOAD", micro, stage) for micro in micros.pop(batch))
+                filled.append(Action("COUNT", batch, stage))
+            filled.append(action)
+            if last[batch] == at:
+                filled += _update(batch, stage)
+        updated.append(filled)
+    return updated
+
+
+def complete(
+    name: str, *, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1, batches: int = 1
+) -> Schedule:
+    """The rows that the executor runs, of the schedule with a name; arguments and errors as in `compute_rows`."""
+    rows = with_messages(
+        compute_rows(name, ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices, batches=batches)
+    )
+    return with_update(rows) if SCHEDULES[name].versions is None else with_updates(rows, microbatches)
+
+
+def _update(batch: int | None, stage: int) -> Row:
+    return [Action("REDUCE", batch, stage), Action("STEP", batch, stage)]
+
+
+def _micros(row: Row) -> list[int]:
+    return sorted({action.micro for action in row if action.kind == "F" and action.micro is not None})

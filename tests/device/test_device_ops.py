@@ -39,6 +39,7 @@ def strided(*shape: int) -> np.ndarray:
 
 IDS = np.array([[3, 0, 3], [-2, 3, 1]])
 MASK, BY_HEAD = RNG.random((2, 5)) > 0.3, RNG.random((1, 2, 5, 5)) > 0.3
+LATE_QUERIES = BY_HEAD[:, :, 2:]
 TARGETS = np.array([[1, ops.IGNORE, 0], [6, 6, ops.IGNORE]])
 SINGLES = {"matrix": (3, 4), "0-d": (), "empty": (2, 0)}
 PAIRS = {"same": ((3, 4), (3, 4)), "broadcast": ((3, 1), (2, 1, 4)), "0-d": ((), ()), "empty": ((0, 3), (3,))}
@@ -171,6 +172,16 @@ CASES: dict[str, list[Case]] = {
         (
             lambda xp, x: ops.attention(x, 2, 1, mask=xp.asarray(BY_HEAD), rows=rows(xp, 2, 2, 5), drop=0.3),
             (normal(2, 5, 12),),
+        ),
+    ],
+    "slice_attention": [
+        (lambda xp, x, *past: ops.slice_attention(x, past, 2), (normal(2, 3, 18), normal(2, 4, 18), normal(2, 1, 18))),
+        (lambda xp, x, past: ops.slice_attention(x, [past], 4, 2), (normal(2, 90, 24), normal(2, 100, 24))),
+        (
+            lambda xp, x, past: ops.slice_attention(
+                x, [past], 2, 1, mask=xp.asarray(LATE_QUERIES), rows=rows(xp, 2, 2, 3), drop=0.3
+            ),
+            (normal(2, 3, 12), normal(2, 2, 12)),
         ),
     ],
     "softmax_cross_entropy": [

@@ -197,6 +197,39 @@ def torch_attention(t, qkv, heads, kv_heads, causal, mask, rows, drop):
     return (p @ v).transpose(1, 2).reshape(b, s, heads * d)
 
 
+def draw_slice_attention(g):
+    """Attention of the last of some slices; each may be any value that fits, the same one several times, too."""
+    (x,), static = draw_attention(g)
+    b, s, width = g.env[x].shape
+    past, kind = [], g.kinds[x]
+    for _ in range(g.choose((0, 1, 1, 2, 3))):
+        fits = g.value(lambda a: a.ndim == 3 and (a.shape[0], a.shape[2]) == (b, width), dtype=kind)
+        past.append(fits if fits and g.chance(0.4) else g.leaf((b, g.choose((0, 1, 1, 2, 3, 5)), width), dtype=kind))
+    heads, t = static["heads"], s + sum(g.env[each].shape[1] for each in past)
+    del static["causal"]
+    if static["mask"] is not None:
+        shape = g.choose(((b, t), (b, s, t), (b, heads, s, t), (1, 1, 1, t), (1, heads, s, 1)))
+        static["mask"] = g.mask(shape)
+    return [x, *past], static
+
+
+def of_slice(whole):
+    """Attention of the last slice by that of the whole sequence."""
+
+    def last(x, *past, heads, kv_heads, mask, rows, drop):
+        b, s, _ = x.shape
+        before = sum(each.shape[1] for each in past)
+        t = before + s
+        if mask is not None:
+            mask = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+            mask = np.concatenate([np.ones((b, heads, before, t), bool), np.broadcast_to(mask, (b, heads, s, t))], 2)
+        if rows is not None:
+            rows = np.concatenate([np.zeros((b, heads, before), np.uint64), rows], 2)
+        return whole([*past, x], heads, kv_heads, True, mask, rows, drop)[:, before:]
+
+    return last
+
+
 def draw_cross_entropy(g):
     x = g.value(lambda a: a.ndim > 0 and a.shape[-1] > 0)
     if x is None:
@@ -262,6 +295,12 @@ PACKED = "*{0}.shape[:2], {kv_heads}, {heads} // {kv_heads} + 2, {0}.shape[2] //
 EACH_HEAD = "(x[..., :-2, :] + x[..., -2:-1, :] + x[..., -1:, :]).reshape(*x.shape[:2], {heads} * x.shape[4])"
 ATTENTION_BLUR = f"(lambda y: y * shake(y))((lambda x: {EACH_HEAD})(({{0}} * (1 + {{0}})).reshape({PACKED})))"
 """By a term of each query, its key and its value."""
+JOINED = f"(lambda all: (all * (1 + all)).reshape({PACKED.replace('{0}', 'all')}))(ops.concat([{{all}}], 1))"
+SLICE_BLUR = (
+    "(lambda y: y * shake(y))((lambda each, own: each[:, :own] + each[:, own:].sum(1, True))"
+    f"((lambda x: {EACH_HEAD})({JOINED}), {{0}}.shape[1]))"
+)
+"""The same, and terms of all earlier keys and values."""
 
 WORDS = [
     Op("linear", draw_linear, ("ops.linear({all})",), linear,
@@ -271,6 +310,11 @@ WORDS = [
     Op("attention", draw_attention,
        ("ops.attention({0}, {heads}, {kv_heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop})",), attention,
        torch_attention, blur=ATTENTION_BLUR, weight=1.5),
+    Op("slice_attention", draw_slice_attention,
+       ("ops.slice_attention({0}, [{all}][1:], {heads}, {kv_heads}, mask={mask}, rows={rows}, drop={drop})",),
+       of_slice(lambda slices, *how: attention(np.concatenate(slices, 1), *how)),
+       lambda t, *inputs, **static: of_slice(lambda slices, *how: torch_attention(t, t.cat(slices, 1), *how))(
+           *inputs, **static), blur=SLICE_BLUR),
     Op("softmax_cross_entropy", draw_cross_entropy, ("ops.softmax_cross_entropy({0}, {targets}, {ignore})",),
        cross_entropy, torch_cross_entropy, dtype=at_least_single, blur="({0} * shake({0})).sum()"),
     Op("dropout", draw_dropout, ("ops.dropout({0}, {rows}, {p})",), lambda x, rows, p: x * keep(x, rows, p),

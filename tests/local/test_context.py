@@ -18,6 +18,7 @@ from delay import delayed
 
 from mpitrain import kernels
 from mpitrain.autograd import Tape
+from mpitrain.autograd.ops.attention import merge
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -25,7 +26,6 @@ from mpitrain.data.tokens import Batch
 from mpitrain.events import Event, listen
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.parallel.context import layout
-from mpitrain.parallel.context.ring import merge
 
 
 def run(check: Any, ranks: int, **how: Any) -> list[Any]:

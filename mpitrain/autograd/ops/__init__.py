@@ -9,6 +9,7 @@
     fused        linear gelu_tanh gelu_erf layer_norm softmax_cross_entropy
     residual     dropout residual residual_norm
     attention    attention
+    slices       slice_attention
 
 Every one broadcasts as NumPy does, works in float64, float32 and (with sums in float32) float16, and gives each input a
 gradient of exactly its shape and dtype.
@@ -39,6 +40,7 @@ from mpitrain.autograd.ops.shape import (
     swap,
     transpose,
 )
+from mpitrain.autograd.ops.slices import slice_attention
 from mpitrain.autograd.tensor import Tensor
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "residual_norm",
     "sigmoid",
     "sin",
+    "slice_attention",
     "softmax",
     "softmax_cross_entropy",
     "split",

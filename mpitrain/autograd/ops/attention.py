@@ -5,8 +5,9 @@
     y (b, s, heads d)  head kv * g + member, in this order
 
 A slice of the last dim along whole groups is again such an array, so a rank holds some of the heads by holding some of
-the columns.  Whoever brings keys from elsewhere (context parallelism) has the same parts to call: `split_heads` and
-`by_head` give views, `attend` and `attend_backward` run the kernel on them.
+the columns.  Whoever brings keys from elsewhere (context parallelism, slices of a sequence) has the same parts to call:
+`split_heads` and `by_head` give views, `attend` and `attend_backward` run the kernel on them, `merge` puts results over
+different keys together.
 
 Shapes: b sample, kv head of keys and values, g member of its group of queries, s query, t key, d width of a head.
 Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; groups: Ainslie et al. 2023, "GQA", arXiv:2305.13245; without the
@@ -100,6 +101,15 @@ def attention(
         2022, arXiv:2205.14135.
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    check_heads(qkv, heads, kv_heads)
+    b, s, _ = qkv.shape
+    mask = checked_mask(mask, (b, heads, s, s))
+    rows = checked_rows(rows, drop, (b, heads, s))
+    return Attention.apply(qkv, mask, rows, heads=heads, kv_heads=kv_heads, causal=causal, drop=drop)
+
+
+def check_heads(qkv: Tensor, heads: int, kv_heads: int) -> None:
+    """Refuse what is no packed array of so many heads."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ShapeError(f"attention: {heads} heads of queries in {kv_heads} groups that are not of one size")
     if qkv.ndim != 3 or qkv.shape[2] % (heads + 2 * kv_heads):
@@ -108,26 +118,35 @@ def attention(
         raise ShapeError(
             f"attention: qkv {qkv.shape} is not (batch, sequence, {held} * width) for {heads} heads{among}"
         )
-    b, s, _ = qkv.shape
-    if mask is not None:
-        given = mask.shape
-        if mask.ndim == 2:
-            mask = mask[:, None, None, :]
-        elif mask.ndim == 3:
-            mask = mask[:, None]
-        fits = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, (b, heads, s, s), strict=True))
-        if not fits or mask.dtype != bool:
-            raise ShapeError(
-                f"attention: a mask of shape {given} and dtype {mask.dtype}; wanted is bool, ({b}, {s}) by key or"
-                f" ({b}, {s}, {s}) by query and key"
-            )
+
+
+def checked_mask(mask: Array | None, shape: tuple[int, int, int, int]) -> Array | None:
+    """A mask as four dims that broadcast to `shape`, (b, heads, s, t); None for none."""
+    if mask is None:
+        return None
+    b, _, s, t = shape
+    given = mask.shape
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    elif mask.ndim == 3:
+        mask = mask[:, None]
+    fits = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, shape, strict=True))
+    if not fits or mask.dtype != bool:
+        raise ShapeError(
+            f"attention: a mask of shape {given} and dtype {mask.dtype}; wanted is bool, ({b}, {t}) by key or"
+            f" ({b}, {s}, {t}) by query and key"
+        )
+    return mask
+
+
+def checked_rows(rows: Array | None, drop: float, shape: tuple[int, int, int]) -> Array | None:
+    """The random streams of dropout, one for each query of each head; None where nothing is dropped."""
     if drop and rows is None:
         raise ShapeError("attention: dropout needs rows, the random stream of each query")
-    if rows is not None and rows.shape != (b, heads, s):
+    if rows is not None and rows.shape != shape:
+        b, heads, s = shape
         raise ShapeError(f"attention: rows {rows.shape}; wanted is one a query of each head, ({b}, {heads}, {s})")
-    if not drop:
-        rows = None
-    return Attention.apply(qkv, mask, rows, heads=heads, kv_heads=kv_heads, causal=causal, drop=drop)
+    return rows if drop else None
 
 
 # ----------------------------------------------------------------------------------------- the parts of a packed array
@@ -216,6 +235,24 @@ def attend_backward(
         if i:
             dk += into_k
             dv += into_v
+
+
+def merge(y: Array, lse: Array, more: Array, more_lse: Array) -> None:
+    """Make of two softmaxes over different keys the one over all of them, in y and lse.
+
+    A query that saw no key has y = 0 and about the lowest finite number as its lse, which weighs nothing beside any
+    other and keeps y = 0 beside its like.  No infinity, so no NaN.
+
+    Args:
+        y: (..., d), written; lse: (...), written.
+        more: (..., d), spent; more_lse: (...).
+    """
+    xp = array_module(y)
+    both = xp.logaddexp(lse, more_lse)
+    y *= xp.exp(lse - both)[..., None]
+    more *= xp.exp(more_lse - both)[..., None]
+    y += more
+    lse[...] = both
 
 
 def _members(q: Array, mask: Array | None, rows: Array | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

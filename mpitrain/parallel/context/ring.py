@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.autograd.ops.attention import Attention, attend, attend_backward, by_head, split_heads
+from mpitrain.autograd.ops.attention import Attention, attend, attend_backward, by_head, merge, split_heads
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.collectives import Arrow
@@ -173,24 +173,6 @@ class Pairing:
     def _positions(self, rank: int) -> Array:
         n = self.axis.size
         return positions(self.length * n, n, rank, self.zigzag, self.xp)
-
-
-def merge(y: Array, lse: Array, more: Array, more_lse: Array) -> None:
-    """Make of two softmaxes over different keys the one over all of them, in y and lse.
-
-    A query that saw no key has y = 0 and about the lowest finite number as its lse, which weighs nothing beside any
-    other and keeps y = 0 beside its like.  No infinity, so no NaN.
-
-    Args:
-        y: (..., d), written; lse: (...), written.
-        more: (..., d), spent; more_lse: (...).
-    """
-    xp = array_module(y)
-    both = xp.logaddexp(lse, more_lse)
-    y *= xp.exp(lse - both)[..., None]
-    more *= xp.exp(more_lse - both)[..., None]
-    y += more
-    lse[...] = both
 
 
 def ring_attention(

@@ -1,0 +1,221 @@
+"""T15.1 for attention: any slicing of a sequence gives the values and gradients of the whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from op_calls import BOTH_ENDS, assert_same, run
+
+from mpitrain import kernels
+from mpitrain.autograd import Tape, Tensor, ops
+from mpitrain.autograd.carry import Carry
+from mpitrain.autograd.gradcheck import check
+from mpitrain.errors import ShapeError
+from mpitrain.rng import Draw
+
+S = 12
+SLICINGS = {
+    "whole": [12],
+    "halves": [6, 6],
+    "later ones shorter": [5, 4, 3],
+    "uneven": [1, 7, 1, 3],
+    "single tokens": [1] * 12,
+}
+HEADS = {"own keys": (3, 3), "groups": (6, 2), "one group": (4, 1)}
+EACH_SLICING = pytest.mark.parametrize("lengths", SLICINGS.values(), ids=SLICINGS)
+EACH_HEADS = pytest.mark.parametrize(("heads", "kv_heads"), HEADS.values(), ids=HEADS)
+
+
+@pytest.fixture(autouse=True, params=BOTH_ENDS)
+def level(request):
+    kernels.select(request.param)
+    return request.param
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def packed(heads, kv_heads, s=S, d=4):
+    return normal(2, s, (heads + 2 * kv_heads) * d)
+
+
+def draw(start=0, stop=S):
+    return Draw(1, 2, np.arange(2), np.arange(start, stop))
+
+
+def places(lengths):
+    return list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
+
+
+def options(heads, drop, start=0, stop=S):
+    """Dropout of the places from start to stop, drawn as a slice of a batch draws it."""
+    return {"rows": draw(start, stop).attention_rows("w", heads), "drop": drop} if drop else {}
+
+
+def in_slices(lengths, heads, kv_heads, drop=0.0, mask=None):
+    """The whole by its slices, on one tape."""
+
+    def function(qkv):
+        slices = [qkv[:, start:stop] for start, stop in places(lengths)]
+        parts = []
+        for i, (start, stop) in enumerate(places(lengths)):
+            how = options(heads, drop, start, stop)
+            how["mask"] = None if mask is None else mask[:, start:stop, :stop]
+            parts.append(ops.slice_attention(slices[i], slices[:i], heads, kv_heads, **how))
+        return ops.concat(parts, 1)
+
+    return function
+
+
+@EACH_SLICING
+@EACH_HEADS
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_any_slicing_is_the_whole(lengths, heads, kv_heads, drop):
+    qkv = packed(heads, kv_heads)
+    whole = run(lambda x: ops.attention(x, heads, kv_heads, **options(heads, drop)), qkv)
+    assert_same(run(in_slices(lengths, heads, kv_heads, drop), qkv), whole)
+
+
+@EACH_SLICING
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_documents_in_slices_are_those_of_the_whole(lengths, drop):
+    """Some slices see nothing of the earlier ones, and padding (the last two of sample 1) sees nothing at all."""
+    documents = np.array([[0] * 6 + [1] * 6, [0, 1, 1, 1, 1, 2, 2, 2, 2, 2, -1, -1]])
+    mask = (documents[:, :, None] == documents[:, None]) & (documents[:, :, None] >= 0)
+    qkv = packed(4, 2)
+    whole = run(lambda x: ops.attention(x, 4, 2, mask=mask, **options(4, drop)), qkv)
+    assert_same(run(in_slices(lengths, 4, 2, drop, mask), qkv), whole)
+
+
+def test_long_slices_have_several_blocks_of_queries():
+    qkv = packed(2, 1, s=300)
+    whole = run(lambda x: ops.attention(x, 2, 1), qkv)
+    assert_same(run(in_slices([170, 100, 30], 2, 1), qkv), whole)
+
+
+@EACH_SLICING
+def test_slices_on_tapes_of_their_own_are_the_whole(lengths):
+    """Through a Carry: each slice forward on its own tape, then backward from the last to the first."""
+    heads, kv_heads, drop = 6, 2, 0.3
+    x, weight = normal(2, S, 5), normal(5, (heads + 2 * kv_heads) * 4)
+    seed = normal(2, S, heads * 4, seed=1)
+    how = options(heads, drop)
+    whole = run(lambda x, w: ops.attention(x @ w, heads, kv_heads, **how), x, weight, seed=seed)
+
+    w = Tensor(weight, requires_grad=True)
+    carry, flying, d_weight = Carry(), [], 0.0
+    d_x = np.full(x.shape, np.nan)
+    for part, (start, stop) in enumerate(places(lengths)):
+        with Tape() as tape:
+            carry.begin(part)
+            inputs = Tensor(x[:, start:stop], requires_grad=True)
+            qkv = inputs @ w
+            past = carry.earlier("qkv")
+            carry.keep("qkv", qkv)
+            y = ops.slice_attention(qkv, past, heads, kv_heads, **options(heads, drop, start, stop))
+        flying.append((tape, inputs, y))
+    values = np.concatenate([y.data for _, _, y in flying], 1)
+    for part, (start, stop) in reversed(list(enumerate(places(lengths)))):
+        tape, inputs, y = flying.pop()
+        grads = tape.run_backward([(y, seed[:, start:stop]), *carry.seeds(part)])
+        carry.pass_back(part, tape)
+        assert set(grads) == {inputs, w}
+        d_x[:, start:stop] = grads[inputs]
+        d_weight = d_weight + grads[w]
+    assert_same((values, [d_x, d_weight]), whole)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "b", "lengths", "d"),
+    [
+        (2, 2, 2, [2, 1, 3], 3),
+        (4, 2, 1, [3, 2], 2),
+        (2, 1, 0, [2, 2], 2),
+        (2, 1, 1, [2, 0], 2),
+        (2, 1, 1, [0, 3, 2], 1),
+    ],
+)
+def test_gradient_of_a_slice(heads, kv_heads, b, lengths, d):
+    width = (heads + 2 * kv_heads) * d
+    check(
+        lambda x, *past: ops.slice_attention(x, past, heads, kv_heads),
+        normal(b, lengths[-1], width),
+        *(normal(b, length, width, seed=i) for i, length in enumerate(lengths[:-1])),
+    )
+
+
+def test_gradient_of_a_slice_with_everything():
+    rows = draw(4, 7).attention_rows("w", 4)
+    mask = np.random.default_rng(3).random((2, 4, 3, 7)) > 0.3
+    check(
+        lambda x, *past: ops.slice_attention(x, past, 4, 2, mask=mask, rows=rows, drop=0.5),
+        normal(2, 3, 24),
+        normal(2, 1, 24, seed=1),
+        normal(2, 3, 24, seed=2),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (2, 3, 7), (1, 1, 1, 7), (2, 1, 3, 1)])
+def test_masks_broadcast_as_for_attention(shape):
+    mask = np.random.default_rng(4).random(shape) > 0.3
+    wide = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+    qkv, past = normal(2, 3, 24), normal(2, 4, 24, seed=1)
+    full = np.ascontiguousarray(np.broadcast_to(wide, (2, 4, 3, 7)))
+    one, other = (run(lambda x, p, m=m: ops.slice_attention(x, [p], 4, 2, mask=m), qkv, past) for m in (mask, full))
+    assert_same(one, other, 1e-14)
+
+
+def test_queries_of_earlier_slices_are_not_looked_at():
+    qkv, past = normal(2, 3, 24), normal(2, 4, 24, seed=1)
+    other = past.copy().reshape(2, 4, 2, 4, 3)
+    other[:, :, :, :2] = np.nan
+    (y, (dx, dp)), (z, (dz, dq)) = (
+        run(lambda x, p: ops.slice_attention(x, [p], 4, 2), qkv, p) for p in (past, other.reshape(past.shape))
+    )
+    for mine, theirs in ((y, z), (dx, dz), (dp, dq)):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not dp.reshape(other.shape)[:, :, :, :2].any()
+
+
+def test_the_first_slice_is_attention_to_the_last_bit():
+    qkv = packed(4, 2)
+    (y, (dx,)), (z, (dz,)) = (
+        run(f, qkv) for f in (lambda x: ops.slice_attention(x, [], 4, 2), lambda x: ops.attention(x, 4, 2))
+    )
+    np.testing.assert_array_equal(y, z)
+    np.testing.assert_array_equal(dx, dz)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_slices_in_other_precisions(dtype):
+    qkv = packed(4, 2).astype(dtype)
+    y, (dx,) = run(in_slices([5, 4, 3], 4, 2, 0.3), qkv)
+    z, (dz,) = run(in_slices([5, 4, 3], 4, 2, 0.3), qkv.astype(np.float64))
+    assert y.dtype == dx.dtype == dtype
+    tolerance = 5e-3 if dtype is np.float16 else 1e-5
+    np.testing.assert_allclose(y, z, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(dx, dz, rtol=tolerance, atol=tolerance)
+
+
+def test_a_slice_keeps_only_its_own_result_besides_what_exists():
+    past = [Tensor(np.zeros((2, length, 24), np.float32), requires_grad=True) for length in (64, 32)]
+    with Tape() as tape:
+        ops.slice_attention(Tensor(np.zeros((2, 16, 24), np.float32), requires_grad=True), past, 2)
+    earlier = sum(each.data.nbytes for each in past)
+    assert tape.nbytes == earlier + (2 * 16 * 24 + 2 * 16 * 8 + 2 * 2 * 16) * 4  # qkv, output, a number a query
+
+
+def test_what_is_no_earlier_slice_is_refused():
+    qkv = Tensor(np.zeros((2, 3, 24)))
+    for wrong in (np.zeros((1, 4, 24)), np.zeros((2, 4, 12)), np.zeros((2, 4, 24), np.float32), np.zeros((2, 24))):
+        with pytest.raises(
+            ShapeError, match=r"slice attention: earlier slice 1 is \(.*wanted is \(2, any length, 24\)"
+        ):
+            ops.slice_attention(qkv, [qkv, Tensor(wrong)], 4, 2)
+    with pytest.raises(ShapeError, match=r"rows \(2, 4, 7\); wanted is .* \(2, 4, 3\)"):
+        ops.slice_attention(qkv, [qkv], 4, 2, rows=np.zeros((2, 4, 7), np.uint64), drop=0.1)
+    with pytest.raises(ShapeError, match=r"\(2, 6\) by key or \(2, 3, 6\) by query and key"):
+        ops.slice_attention(qkv, [qkv], 4, 2, mask=np.ones((2, 3), bool))
