@@ -1,4 +1,4 @@
-"""Write what the pages show of the code's own tables: options, collectives, pictures of a step and of a ring.
+"""Write what the pages show of the code's own tables: options, collectives, pictures of a step, a ring, pipelines.
 
     python docs/generate.py            rewrite what is out of date
     python docs/generate.py --check    only say what is; exit code 1 if anything is
@@ -11,8 +11,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mpitrain.options import Option
 
 DOCS = Path(__file__).resolve().parent
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -92,8 +97,19 @@ def verify_options_table() -> str:
     """The options of `mpitrain verify`."""
     from mpitrain.verify.command import OPTIONS
 
+    return _options_of_a_command(OPTIONS)
+
+
+def schedule_options_table() -> str:
+    """The options of `mpitrain schedule`."""
+    from mpitrain.schedule.command import OPTIONS
+
+    return _options_of_a_command(OPTIONS)
+
+
+def _options_of_a_command(options: Mapping[str, Option]) -> str:
     lines = ["| flag | default | allowed | meaning |", "|---|---|---|---|"]
-    for option in OPTIONS.values():
+    for option in options.values():
         default = option.unset.removeprefix("default").lstrip(": ")
         default = default or ("none" if option.default is None else _word(option.default))
         allowed = "on or off" if option.kind is bool else option.allowed if option.within or option.choices else "text"
@@ -261,6 +277,66 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) 
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="#1f2933" font-size="{size}">{text}</text>'
 
 
+# ----------------------------------------------------------------------------------------------------------- pipelines
+
+
+class _Pipeline(NamedTuple):
+    """How a schedule is shown: the heading of its picture, its sizes, and into how many parts it cuts an F and a B."""
+
+    title: str
+    sizes: dict[str, int]
+    parts: int = 1
+    arrows: bool = False
+
+
+_EIGHT = {"ranks": 4, "microbatches": 8}
+
+_PIPELINES = {
+    "gpipe": _Pipeline("GPipe", _EIGHT, arrows=True),
+    "1f1b": _Pipeline("1F1B with flush", _EIGHT, arrows=True),
+    "interleaved": _Pipeline("Interleaved 1F1B, two chunks a rank", {**_EIGHT, "chunks": 2}, 2),
+    "zb-h1": _Pipeline("Zero bubble, ZB-H1", _EIGHT, arrows=True),
+    "terapipe": _Pipeline("TeraPipe, four slices", {"ranks": 4, "microbatches": 2, "slices": 4}, 4),
+    "pipedream": _Pipeline("PipeDream", {"ranks": 4, "microbatches": 1, "batches": 10}),
+    "pipedream-2bw": _Pipeline("PipeDream-2BW, batches of 4", {"ranks": 4, "microbatches": 4, "batches": 3}),
+}
+
+
+def pipeline_picture(name: str) -> str:
+    """A schedule on four ranks."""
+    from mpitrain.pipeline.passes import complete
+    from mpitrain.pipeline.picture import svg
+    from mpitrain.pipeline.simulate import Costs, simulate
+
+    title, sizes, parts, arrows = _PIPELINES[name]
+    rows = complete(name, **sizes)
+    return svg(simulate(rows, Costs(*[1 / parts] * 3)), title, messages=arrows)
+
+
+def pipelines_table() -> str:
+    """The schedules at the same work: 8 micro-batches on 4 ranks; what never drains goes on over 64."""
+    from mpitrain.pipeline.passes import complete
+    from mpitrain.pipeline.schedules import SCHEDULES
+    from mpitrain.pipeline.simulate import Costs, simulate
+
+    heads = "schedule", "time", "bubble", "in flight on rank 0 1 2 3", "messages that rank 1 sends", "what it does"
+    lines = [f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---:|---|"]
+    for name, (_, sizes, parts, _) in _PIPELINES.items():
+        kind = SCHEDULES[name]
+        work: dict[str, Any] = {**sizes, "microbatches": 8}
+        if kind.versions is not None:
+            work["batches"] = 64 if kind.versions == "newest" else 8
+            work["microbatches"] = 64 // work["batches"]
+        timeline = simulate(complete(name, **work), Costs(*[1 / parts] * 3))
+        rows = work.get("batches", 1) * work["microbatches"] / 8
+        sent = sum(action.kind.startswith("SEND") for action in timeline.rows[1]) / rows
+        flying = " ".join(f"{peak / parts:g}" for peak in timeline.peak_micros)
+        bubble = f"{100 * timeline.bubble:.1f} %"
+        cells = f"[{name}]({name}.md)", f"{timeline.makespan / rows:.4g}", bubble, flying, f"{sent:g}", kind.meaning
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -271,8 +347,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "layout-words": layout_words_table,
     "verify-options": verify_options_table,
     "verify-order": verify_order_table,
+    "schedule-options": schedule_options_table,
+    "pipelines": pipelines_table,
 }
-PICTURES: dict[str, Callable[[], str]] = {"images/step.svg": step_picture, "images/ring.svg": ring_picture}
+PICTURES: dict[str, Callable[[], str]] = {
+    "images/step.svg": step_picture,
+    "images/ring.svg": ring_picture,
+    **{f"images/pipeline-{name}.svg": partial(pipeline_picture, name) for name in _PIPELINES},
+}
 
 
 def current() -> dict[Path, str]:

@@ -35,6 +35,8 @@ _HOMES = {
     "Sgd": "optim",
     "one_stage": "pipeline.schedules",
     "with_update": "pipeline.passes",
+    "complete": "pipeline.passes",  # the rows of a schedule by its name
+    "Partition": "pipeline.partition",
     "Executor": "pipeline.executor",
     "FlatReducer": "parallel.data",
     "BucketedReducer": "parallel.data",

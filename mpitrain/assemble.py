@@ -101,6 +101,7 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
     measures them; all ranks get the same answer.
     """
     stages = config.pp * chunks(config)
+    embedding, block, head = 0.0, 1.0, 0.0
     if config.stage_layers is not None:
         return Partition(tuple(map(int, config.stage_layers.split(","))))
     match config.balance:
@@ -114,8 +115,6 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
             rows = config.batch // (mesh.dp.size * config.microbatches)
             found = measured_costs(sizes, rows, DTYPES[config.dtype], config.seed) if mesh.world.rank == 0 else None
             embedding, block, head = mesh.world.exchange(found)[0]
-        case _:
-            embedding, block, head = 0.0, 1.0, 0.0
     return balance([block] * sizes.layers, stages, first=embedding, last=head)
 
 

@@ -3,6 +3,7 @@
 mpitrain train [options]               train a language model (also: python examples/train_gpt.py)
 mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
 mpitrain verify --layout dp2,tp2 SCRIPT [args]    prove that a layout is the same training run as one rank
+mpitrain schedule NAME --stages 4 --microbatches 8    print, draw and check a pipeline schedule
 mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
 """
 
@@ -73,13 +74,17 @@ def _dispatch(words: list[str]) -> int:
             from mpitrain.verify.command import main as verify
 
             return verify(rest)
+        case "schedule":
+            from mpitrain.schedule.command import main as schedule
+
+            return schedule(rest)
         case "doctor":
             from mpitrain.doctor import main as doctor
 
             return doctor(rest)
         case _:
             raise ConfigError(
-                f"{word!r} is no command of mpitrain.  Commands: train local verify doctor; see mpitrain --help"
+                f"{word!r} is no command of mpitrain.  Commands: train local verify schedule doctor; mpitrain --help"
             )
 
 

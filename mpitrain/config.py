@@ -472,6 +472,8 @@ def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: in
     """
     size = 8 if config.dtype == "float64" else 4
     moments = 2 if config.optimizer == "adamw" else 1
+    if config.pp > 1:  # those of the first stage, which keeps most
+        moments += {"pipedream": config.pp - 1, "pipedream-2bw": 1}.get(config.schedule, 0)
     rows = config.batch // (dp * config.microbatches)
     weights = (2 + moments) * num_parameters * size // (config.tp * config.pp)
     stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut

@@ -6,7 +6,7 @@ Every rank trains alone too (a world of one needs no partner), so the reference 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,28 +22,38 @@ from mpitrain.debug.compare import compare
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.adam import AdamW
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.sgd import Sgd
+from mpitrain.parallel.data import BucketedReducer, FlatReducer
 from mpitrain.parallel.replicas import check_replicas
 from mpitrain.pipeline.executor import Executor
-from mpitrain.pipeline.passes import with_update
-from mpitrain.pipeline.schedules import one_stage
+from mpitrain.pipeline.partition import Partition, balance
+from mpitrain.pipeline.passes import complete
 
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16, dropout=0.2)
 SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12, dropout=0.2)  # for 3 and 6 ranks
 FIVE = GPTConfig(vocab=11, layers=1, width=20, heads=5, seq_len=20, dropout=0.2)
 BATCH = 24
 STEPS = 4
+AXES = ("pp", "dp", "cp", "tp")
+LAYOUT = {*AXES, "sp", "kind", "micros", "schedule", "chunks", "slices", "blocks", "bucket_bytes"}
+"""What must not change a training run."""
 Found = dict[str, dict[str, np.ndarray]]
 
 
 def whole(world: World, mesh: Mesh, parameters: Iterable[Parameter], arrays: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Full tensors from the slabs of all ranks: every rank that counts a slab brings it, the others bring zeros."""
-    found = {}
-    for p, array in zip(parameters, arrays, strict=True):
-        full = np.zeros(p.full_shape)
-        if counted_here(p.spec, mesh.coords):
-            full[p.rectangle] = array
-        found[p.name] = world.all_reduce(full)
-    return found
+    """Full tensors from the slabs of all ranks: every rank that counts a slab brings it, the others bring zeros.
+
+    No rank of a pipeline knows all names: they are told first.
+    """
+    mine = {p.name: (p, a) for p, a in zip(parameters, arrays, strict=True) if counted_here(p.spec, mesh.coords)}
+    told = world.exchange({name: p.full_shape for name, (p, _) in mine.items()})
+    found = {name: np.zeros(shape) for shapes in told for name, shape in shapes.items()}
+    for name, (p, array) in mine.items():
+        found[name][p.rectangle] = array
+    joined = world.all_reduce(np.concatenate([array.reshape(-1) for array in found.values()]))
+    ends = np.cumsum([array.size for array in found.values()])[:-1]
+    return {name: flat.reshape(found[name].shape) for name, flat in zip(found, np.split(joined, ends), strict=True)}
 
 
 def train(
@@ -54,20 +64,38 @@ def train(
     steps: int = STEPS,
     batch: int = BATCH,
     documents: bool = False,
+    sgd: bool = False,
     sp: bool = False,
     kind: str = "ring",
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    slices: Sequence[int] | None = None,
+    blocks: tuple[int, ...] | None = None,
+    bucket_bytes: int = 0,
     **axes: int,
 ) -> Found:
     """Losses and norms, the gradients of the first step, the last weights and moments, all whole."""
     mesh = Mesh(world, **axes)
-    model = GPT(sizes, mesh, sequence_parallel=sp, cp_attention=kind, seed=3, dtype=np.float64)
-    # The true gradient of a key's bias is zero, and AdamW divides the noise that is left by eps: a larger one keeps it
-    # below the digits that are compared.
-    optimizer = AdamW(model.parameters(), lr=2e-3, eps=1e-6, weight_decay=0.1)
-    executor = Executor(model, optimizer, mesh, with_update(one_stage(micros)), clip=0.5)
-    numbers = (np.arange(20_000) * 7919 % 104729 % sizes.vocab).astype(np.uint16)
-    corpus = Corpus(numbers[:19_000], numbers[19_000:], sizes.vocab, "bytes", "numbers", (), (), "")
-    tokens = Tokens(corpus, sizes.seq_len, seed=5)
+    stages = mesh.pp.size * chunks
+    model = GPT(
+        sizes,
+        mesh,
+        sequence_parallel=sp,
+        cp_attention=kind,
+        partition=balance([1.0] * sizes.layers, stages) if blocks is None else Partition(blocks),
+        seed=3,
+        dtype=np.float64,
+    )
+    executor = Executor(
+        model,
+        optimizer := method(model, sgd),
+        mesh,
+        complete(schedule, ranks=mesh.pp.size, microbatches=micros, chunks=chunks, slices=len(slices or (0,))),
+        slices=slices,
+        reducer=BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else FlatReducer(model.flats, mesh),
+        clip=0.5,
+    )
+    tokens = numbers(sizes)
     losses, norms, gradients = [], [], {}
     for rows in tokens.batches(batch, mesh.dp.rank, mesh.dp.size, stop_step=steps):
         here = with_documents(rows) if documents else rows
@@ -87,6 +115,22 @@ def train(
             for kind, of in states.items()
         },
     }
+
+
+def method(model: GPT, sgd: bool = False) -> Optimizer:
+    """The optimizer of the proofs."""
+    if sgd:
+        return Sgd(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    # The true gradient of a key's bias is zero, and AdamW divides the noise that is left by eps: a larger one keeps it
+    # below the digits that are compared.
+    return AdamW(model.parameters(), lr=2e-3, eps=1e-6, weight_decay=0.1)
+
+
+def numbers(sizes: GPTConfig) -> Tokens:
+    """Sequences for a model of this vocabulary and length."""
+    text = (np.arange(20_000) * 7919 % 104729 % sizes.vocab).astype(np.uint16)
+    corpus = Corpus(text[:19_000], text[19_000:], sizes.vocab, "bytes", "numbers", (), (), "")
+    return Tokens(corpus, sizes.seq_len, seed=5)
 
 
 def few(tokens: Tokens, mesh: Mesh, model: GPT) -> list[Batch]:
@@ -112,15 +156,16 @@ def _alone(**how: Any) -> Found:
 def equals_one_rank(world: World, *, tied: bool = False, **how: Any) -> None:
     """Train on this world and alone, and compare everything by the rule of `debug.compare`."""
     how["sizes"] = replace(how.get("sizes", SIZES), tied=tied)
-    layout = {"dp", "tp", "cp", "sp", "kind", "micros"}
-    reference = _alone(**{name: value for name, value in how.items() if name not in layout})
+    reference = _alone(**{name: value for name, value in how.items() if name not in LAYOUT})
     for kind, tensors in train(world, **how).items():
         worst = compare(tensors, reference[kind])[0]
         assert worst.ok, f"{kind}: {worst}"
 
 
-def layouts(ranks: int) -> list[dict[str, Any]]:
-    """Every dp x tp x cp over so many ranks, where tp > 1 with and without sequence parallelism."""
+def layouts(ranks: int, pp: int = 1) -> list[dict[str, Any]]:
+    """Every pp x dp x tp x cp of this pp over so many ranks, where tp > 1 with and without sequence parallelism."""
+    if pp > 1:
+        return [{"pp": pp, **layout} for layout in layouts(ranks // pp)]
     found: list[dict[str, Any]] = []
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
         for cp in (n for n in range(1, ranks // tp + 1) if ranks // tp % n == 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,9 @@ from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer
 from mpitrain.pipeline.executor import Executor
-from mpitrain.pipeline.passes import with_update
-from mpitrain.pipeline.schedules import one_stage
+from mpitrain.pipeline.partition import Partition
+from mpitrain.pipeline.passes import complete
+from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.plan.traffic import Step, cause_of, traffic
 
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16)
@@ -27,32 +29,56 @@ SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12)  # for 3 and 
 Sums = dict[tuple[str, str, str], tuple[int, int]]
 
 
-def built(world: World, step: Step, bucket_bytes: int = 0) -> tuple[Mesh, Executor, Tokens]:
+def built(
+    world: World, step: Step, bucket_bytes: int = 0, schedule: str = "1f1b", clip: float = 0.0
+) -> tuple[Mesh, Executor, Tokens]:
     """A model on the layout of a step, what trains it, and numbers to learn."""
-    mesh = Mesh(world, dp=step.dp, tp=step.tp, cp=step.cp)
+    mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp)
     model = GPT(
         step.sizes,
         mesh,
         sequence_parallel=step.sequence_parallel,
         cp_attention=step.cp_attention,
+        partition=step.partition,
         dtype=step.dtype,
     )
     reducer = BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else None
-    rows = with_update(one_stage(step.microbatches))
-    executor = Executor(model, Sgd(model.parameters()), mesh, rows, reducer=reducer)
+    of_batches = functools.partial(
+        complete,
+        schedule,
+        ranks=step.pp,
+        microbatches=step.microbatches,
+        chunks=step.v,
+        slices=len(step.lengths),
+    )
+    versions = SCHEDULES[schedule].versions
+    executor = Executor(
+        model,
+        Sgd(model.parameters()),
+        mesh,
+        (lambda batches: of_batches(batches=batches)) if versions else of_batches(),
+        reducer=reducer,
+        clip=clip,
+        versions=versions,
+        slices=step.slices,
+    )
     numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")
     return mesh, executor, Tokens(corpus, step.sizes.seq_len)
 
 
-def listened(world: World, step: Step, steps: int = 1, documents: bool = False, bucket_bytes: int = 0) -> Ledger:
-    """A ledger that has heard this rank train."""
-    mesh, executor, tokens = built(world, step, bucket_bytes)
+def listened(world: World, step: Step, steps: int = 1, documents: bool = False, **how: Any) -> Ledger:
+    """A ledger that has heard this rank train, `steps` rows of `step.row` batches."""
+    mesh, executor, tokens = built(world, step, **how)
     ledger = Ledger()
-    for batch in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=steps):
-        here = with_documents(batch) if documents else batch
-        with listen(ledger):
-            executor.step(here.part(executor.model.positions_here))
+    batches = [
+        (with_documents(batch) if documents else batch).part(executor.model.positions_here)
+        for batch in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=steps * step.row)
+    ]
+    with listen(ledger):
+        for first in range(0, len(batches), step.row):
+            executor.run(batches[first : first + step.row])
+    assert ledger.steps == len(batches)
     return ledger
 
 
@@ -79,10 +105,28 @@ def predicted(step: Step, steps: int = 1) -> Sums:
 
 
 def sends_what_was_predicted(
-    world: World, sizes: GPTConfig = SIZES, *, batch: int = 16, steps: int = 1, documents: bool = False, **how: Any
+    world: World,
+    sizes: GPTConfig = SIZES,
+    *,
+    batch: int = 16,
+    steps: int = 1,
+    documents: bool = False,
+    schedule: str = "1f1b",
+    stages: tuple[int, ...] | None = None,
+    clip: float = 0.0,
+    **how: Any,
 ) -> None:
-    step = Step(sizes, batch, tp_rank=world.rank % how.get("tp", 1), **how)
-    found = measured(listened(world, step, steps, documents))
+    """Train, on this rank, and compare; `stages`: blocks of each stage, one stage a rank unless given."""
+    pp = how.get("pp", 1)
+    step = Step(
+        sizes,
+        batch,
+        tp_rank=world.rank % how.get("tp", 1),
+        pp_rank=world.rank // (world.size // pp),
+        partition=None if stages is None else Partition(stages),
+        **how,
+    )
+    found = measured(listened(world, step, steps, documents, schedule=schedule, clip=clip))
     assert found == predicted(step, steps)
 
 
@@ -105,9 +149,23 @@ def whole_keys_on_every_rank(world: World) -> None:
     sends_what_was_predicted(world, replace(SIZES, kv_heads=2), tp=4)
 
 
+def a_tied_pipeline_of_sequence_parallel_ranks(world: World) -> None:
+    sends_what_was_predicted(
+        world, replace(SIZES, tied=True), pp=2, tp=2, sequence_parallel=True, microbatches=4, schedule="zb-h1"
+    )
+
+
+def four_ranks_with_two_stages_each_some_of_them_empty(world: World) -> None:
+    sends_what_was_predicted(
+        world, pp=4, stages=(0, 1, 0, 0, 0, 1, 0, 0), microbatches=4, schedule="interleaved", steps=2
+    )
+
+
 CHECKS: list[Callable[[World], None]] = [
     replicas_of_tensor_parallel_ranks,
     sequence_parallel_with_micro_batches,
     a_ring_of_tensor_parallel_ranks,
     whole_keys_on_every_rank,
+    a_tied_pipeline_of_sequence_parallel_ranks,
+    four_ranks_with_two_stages_each_some_of_them_empty,
 ]

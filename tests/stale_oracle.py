@@ -92,7 +92,7 @@ def replay(
         first = len(kept) - 1
         for number, batch in enumerate(row):
             model.start_step()
-            total = 0.0
+            total, share = 0.0, 1.0 / batch.count if batch.count else 0.0
             for place, part in enumerate(batch.split(micros)):
                 micro = number * micros + place
                 used = tuple([first + rule(stage, stages, micro, micros) for stage in range(stages)])
@@ -100,10 +100,10 @@ def replay(
                     p.data[...] = kept[used[stage_of(p.name)]][i]
                 with Tape() as tape:
                     loss = model(part)
-                tape.run_backward([(loss, np.full_like(loss.data, 1.0 / batch.count))])
+                tape.run_backward([(loss, np.full_like(loss.data, share))])
                 total += float(loss.data)
                 versions.append(used)
-            losses.append(total / batch.count)
+            losses.append(total * share)
             norms.append(math.sqrt(sum(float((p.grad**2).sum()) for p in parameters)))
             for p in parameters:
                 p.grad *= min(1.0, clip / (norms[-1] + 1e-6))

@@ -30,6 +30,7 @@ from mpitrain.comm.world import World
 from mpitrain.events import Event, listen
 from mpitrain.nn.module import PRECISION
 from mpitrain.nn.parameter import Parameter
+from mpitrain.pipeline.action import COMPUTE, Action, Row, row_text
 from mpitrain.pipeline.executor import Executor, StepReport
 
 Fact = Any  # what JSON holds
@@ -41,8 +42,9 @@ class Record(NamedTuple):
     facts of a `begin`: rank; executor, counted from 0; the mesh's sizes and coords; parameters: name, full shape,
     rectangle and whether it decays, of each, in the model's order.
     facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
-    what this rank's forwards gave; sent: (op, axis) of each kind of op that sent in a forward so far, over an axis of
-    more than one rank; targets, loss, norm, learning rate, updates.  A step that was cut short has what there was.
+    the losses that this rank's forwards gave, 0 on ranks without the last stage; compute: the row of its F, B and W
+    since the step before; sent: (op, axis) of each kind of op that sent in a forward so far, over an axis of more than
+    one rank; targets, loss, norm, learning rate, updates.  A step that was cut short has what there was.
     arrays: kind -> vector of all slabs, in the order of the begin's parameters.
     """
 
@@ -105,22 +107,24 @@ class Recorder:
             if self._watched is not None and event.phase == "begin":
                 self._watched.note(event.name, event.info["inputs"], event.info["static"].get("axis"))
         elif event.kind == "action" and event.info["executor"].mesh.world is self._world:
-            self._action(event.phase, event.info["action"].kind, event.info["executor"], event.info.get("output"))
+            self._action(event.phase, event.info["action"], event.info["executor"], event.info.get("output"))
 
-    def _action(self, phase: str, kind: str, executor: Executor, output: Tensor | None) -> None:
+    def _action(self, phase: str, action: Action, executor: Executor, loss: Tensor | None) -> None:
         course = self._courses.get(executor)
         if course is None:
             course = self._courses[executor] = _Course(executor, self._executors)
             self._executors += 1
             self._keep(course.begin(self._world.rank, executor))
-        if kind == "F":
+        if action.kind in COMPUTE and phase == "begin":
+            course.compute.append(action)
+        if action.kind == "F":
             self._watched = course if phase == "begin" else None
-            if output is not None and output.data.size == 1:  # of the last stage; others pass activations on
-                course.own_loss += float(to_host(output.data))
-        elif kind == "STEP" and phase == "begin":
+            if loss is not None:  # of the last stage; others pass activations on
+                course.own_loss += float(to_host(loss.data))
+        elif action.kind == "STEP" and phase == "begin":
             course.gradients = _vector(p.grad if p.touched else np.zeros_like(p.grad) for p in course.parameters)
             self._open = executor, course
-        elif kind == "STEP":
+        elif action.kind == "STEP":
             self._open = None
             self._keep(course.step(executor))
             self._done += 1
@@ -143,6 +147,7 @@ class _Course:
         self.parameters: list[Parameter] = executor.model.parameters()
         self.gradients: np.ndarray = np.empty(0)
         self.own_loss = 0.0
+        self.compute: Row = []
         self._done = 0
         self._report: StepReport | None = executor.report
         self._arrays = {id(p.data): p.name for p in self.parameters}  # those that were not used yet
@@ -179,6 +184,7 @@ class _Course:
         order = [name for names in reversed(self._used) for name in names]
         facts = {"is": "step", "executor": self.number, "step": self._done + 1, "order": order}
         facts["own loss"], self.own_loss = self.own_loss, 0.0
+        facts["compute"], self.compute = row_text(self.compute), []
         facts["sent"] = [list(pair) for pair in sorted(self._sent)]
         if executor.report is not None and executor.report is not self._report:
             self._report = executor.report

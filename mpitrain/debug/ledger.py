@@ -48,7 +48,7 @@ class Place(NamedTuple):
     """Where messages of one kind happen.
 
     axis: its name: `tp`, `dp+cp`, `world`; verb: `all_reduce`, also for `iall_reduce`; action: what the executor does,
-    `F`, `B`, `REDUCE`; empty outside of steps; path: of the module, `blocks.0.attention.proj`; op: `all_reduce`, or
+    `F`, `SEND_F`, `REDUCE`; empty outside of steps; path: of the module, `blocks.0.attention.proj`; op: `all_reduce`, or
     `copy.backward` on the way back; site: `train.py:31` where there is neither an action nor an op to name.
     """
 
@@ -101,7 +101,7 @@ class Ledger:
         self._action = ""
         self._ops: list[tuple[str, str]] = []  # (path, name) of those that have begun and not ended
         self._message_began = 0.0
-        self._step_began: float | None = None
+        self._row_began: float | None = None
 
     def __call__(self, event: Event) -> None:
         kind, phase, name, info = event
@@ -123,11 +123,11 @@ class Ledger:
         self._ops.clear()  # an op that raised has no end
         self._action = action.kind if phase == "begin" else ""
         if phase == "begin" and action is row[0]:
-            self._step_began = time.perf_counter()
-        elif phase == "end" and action is row[-1] and self._step_began is not None:
-            self.steps += 1
-            self.step_seconds += time.perf_counter() - self._step_began
-            self._step_began = None
+            self._row_began = time.perf_counter()
+        elif phase == "end" and action is row[-1] and self._row_began is not None:
+            self.steps += sum(each.kind == "STEP" for each in row)  # a pipeline that never drains makes several
+            self.step_seconds += time.perf_counter() - self._row_began
+            self._row_began = None
 
     def _book(self, name: str, info: Mapping[str, Any], seconds: float) -> None:
         verb = name.removeprefix("wait ")

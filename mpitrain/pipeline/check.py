@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import MESSAGES, PER_STEP, PER_UNIT, Action, Row, Schedule, placement
+from mpitrain.pipeline.action import MESSAGES, PER_MICRO, PER_STEP, PER_UNIT, Action, Row, Schedule, placement
 
 Key = tuple[str, int | None, int, int | None]
 """An action as a plain tuple: equal to it, and made in a tenth of the time."""
@@ -133,16 +133,14 @@ class _Work:
                 if stage < self.last_stage:
                     above = self.place[stage + 1] == self.place[stage]
                     needed.append(("B", micro, stage + 1, part) if above else ("RECV_B", micro, stage, part))
-                assert micro is not None
-                if part is not None and part + 1 < self.num_parts[micro]:
+                if part is not None and part + 1 < self.num_parts[micro or 0]:
                     needed.append(("B", micro, stage, part + 1))
-                if micro >= self.batch_size:
-                    earlier = self.batches[micro // self.batch_size - 1]
-                    needed.append(("STEP", earlier, self.first_stages[self.place[stage]], None))
-                return needed
+                return needed if stage in self.split else needed + self.update_before(action)
+            case "W":
+                return [("B", micro, stage, part), *self.update_before(action)]
             case "SEND_F":
                 return [("F", micro, stage, part)]
-            case "SEND_B" | "W":
+            case "SEND_B":
                 return [("B", micro, stage, part)]
             case "COUNT":
                 batch = micro or 0
@@ -151,6 +149,12 @@ class _Work:
             case "STEP":
                 return [("REDUCE", micro, stage, None)]
         return []
+
+    def update_before(self, action: Action) -> list[Key]:
+        """The STEP that must have used the sums of gradients before an action adds to them."""
+        batch = (action.micro or 0) // self.batch_size
+        first = self.first_stages[self.place[action.stage]]
+        return [("STEP", self.batches[batch - 1], first, None)] if batch else []
 
 
 def _units(rows: Schedule) -> tuple[list[tuple[int, int | None]], list[int]]:
@@ -216,6 +220,8 @@ def _check_contents(rank: int, at: dict[Key, int], work: _Work) -> None:
 def _why_not(rank: int, action: Action, work: _Work) -> str:
     """Why an action does not belong in a row."""
     kind, micro, stage, part = action
+    if kind not in PER_MICRO + PER_STEP:
+        return "is no kind of action"
     if not 0 <= stage <= work.last_stage or work.place[stage] != rank:
         return f"belongs to stage {stage}, which has no F in this row"
     if kind not in PER_UNIT:

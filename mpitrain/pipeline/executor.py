@@ -26,8 +26,8 @@ from mpitrain.autograd.carry import Carry
 from mpitrain.autograd.tape import Seed, Slot, Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, collection_paused, keep_freed_memory, to_device, to_host
-from mpitrain.comm.communicator import Request
 from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.request import Request
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.events import LISTENERS, Event, tell
@@ -115,6 +115,11 @@ class Executor:
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
         self.reducer = reducer if reducer is not None else FlatReducer(model.flats, mesh)
+        if versions == "newest" and (clip or any(p.spec.tied for p in model.parameters())):
+            raise ScheduleError(
+                "stages that update with their newest weights do so at different times: no global norm is known, and tied"
+                " weights cannot be kept equal.\nLeave out clip and tie no weights, or take versions='previous'."
+            )
         self.versions = None if versions is None else Versions(model.flats, optimizer, versions)
         self.clip = clip
         self.lr = lr
@@ -165,7 +170,7 @@ class Executor:
     def _run_row(self, batches: Sequence[Any]) -> list[StepReport]:
         self.model.start_step()
         if self._steps < CHECKED_STEPS:
-            for batch in batches:
+            for batch in batches[: CHECKED_STEPS - self._steps]:
                 if isinstance(batch, Batch):
                     check_batch(batch, self.mesh)
         run = self._running = _Run(batches, self._plan(len(batches)))
@@ -174,11 +179,12 @@ class Executor:
             np.errstate(over="ignore", invalid="ignore", divide="ignore"),
             collection_paused(),
         ):
-            self._run_all(run)
-            self.links.finish()
-            if self.versions is not None:
-                self._settle(run)
-        self._running = None
+            try:
+                self._run_all(run)
+            finally:
+                self._running = None
+                if self.versions is not None:
+                    self.versions.settle()  # after an error, too: who looks at a weight sees the newest
         before, self._steps = self._steps, self._steps + len(batches)
         if before < CHECKED_STEPS <= self._steps:
             self.mesh.world.release_checks()
@@ -187,8 +193,8 @@ class Executor:
 
     @property
     def row(self) -> Row:
-        """The actions of this rank in a row of one batch."""
-        return self._plan(1).row
+        """The actions of this rank: of the row that runs, else of a row of one batch."""
+        return (self._plan(1) if self._running is None else self._running.plan).row
 
     @property
     def bytes_in_flight(self) -> int:
@@ -212,14 +218,15 @@ class Executor:
                     f" {_numbers(here)}; the model has {self.model.num_stages}, and {_numbers(self.model.stages)} are"
                     " on this rank"
                 )
-            if len(self._plans) >= KEPT_ROWS:
-                self._plans.pop(next(iter(self._plans)))
-            plan = self._plans[batches] = _Plan(rows[self.mesh.pp.rank], checked, batches)
+            plan = _Plan(rows[self.mesh.pp.rank], checked, batches)
             if plan.parts != len(self.slices or (0,)):
                 raise ScheduleError(
                     f"the schedule cuts sequences into {plan.parts} slices, but {len(self.slices or (0,))} lengths are"
                     " given"
                 )
+            if len(self._plans) >= KEPT_ROWS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[batches] = plan
         return plan
 
     # -- actions ------------------------------------------------------------------------------------------------------
@@ -256,13 +263,17 @@ class Executor:
                 self._announce(run.flying.pop(_key(action)).tape.backward_weights(), run, place)
                 self._leave(action, run)
             case "SEND_B":
-                gradients = run.gradients.pop((*_key(action)[:2], action.stage - 1))
+                gradients = run.gradients.pop(_beside(_key(action), action.stage - 1))
                 self.links.send("B", action.stage, run.plan.unit(action), gradients)
             case "REDUCE":
                 self.reducer.finish()
                 sum_over_ends(self.model.parameters(), self.mesh)
             case "STEP":
                 self._update(action.micro or 0, run)
+        if place == len(run.plan.row) - 1:  # with the last action, so that who listens sees these messages in a step
+            self.links.finish()
+            if self.versions is not None:
+                self._report_all(run)
 
     def _load(self, action: Action, run: _Run) -> None:
         assert action.micro is not None
@@ -324,7 +335,7 @@ class Executor:
         if stage == self.model.num_stages - 1:
             run.losses[run.plan.batch_of(action)] += float(to_host(outputs[0].data))
         elif self.links.is_here(stage + 1):
-            run.arrived[(*key[:2], stage + 1)] = [t.data for t in outputs]
+            run.arrived[_beside(key, stage + 1)] = [t.data for t in outputs]
             flight.forget_arrays()
 
     def _carry(self, action: Action, run: _Run) -> Carry | None:
@@ -356,7 +367,7 @@ class Executor:
         if flight.carry is not None:
             flight.carry.pass_back(part, tape)
         if stage:
-            run.gradients[(*key[:2], stage - 1)] = flight.input_gradients(untouched)
+            run.gradients[_beside(key, stage - 1)] = flight.input_gradients(untouched)
         flight.done()
         if not run.plan.is_split(action):
             del run.flying[key]
@@ -408,10 +419,8 @@ class Executor:
         self._tell(StepReport(_mean(found[0], run.targets[number]), norm, lr, run.targets[number]), run)
         self._refuse_if_not_finite(run.reports[-1], "No weight was changed by this step.")
 
-    def _settle(self, run: _Run) -> None:
-        """The end of a row of overlapping steps: the newest weights everywhere, and what each step did."""
-        assert self.versions is not None
-        self.versions.settle()
+    def _report_all(self, run: _Run) -> None:
+        """What each of the steps of a row did that overlap, unless its ranks agreed on each already."""
         if run.reports:
             return
         losses = run.losses if self.mesh.coords["tp"] == 0 else np.zeros_like(run.losses)
@@ -485,6 +494,11 @@ Key = tuple[int | None, int, int]
 
 def _key(action: Action) -> Key:
     return action.micro, action.part or 0, action.stage
+
+
+def _beside(key: Key, stage: int) -> Key:
+    """The same micro-batch on another stage."""
+    return key[0], key[1], stage
 
 
 def _numbers(stages: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mpitrain.errors import ScheduleError
@@ -78,7 +79,7 @@ def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = N
     is `costs.message` after its send.  LOAD, COUNT and REDUCE cost nothing, nor does STEP; but where a row is one step
     its STEP lasts until all ranks have come to it.
 
-    With `sizes`, the peak of a rank is the largest sum, at any moment, of
+    With `sizes`, the peak of a rank is the largest sum of
 
         saved[q]       from the start of an F on stage q to the end of its B
         kept[q]        from then to the end of the W, where there is one
@@ -87,7 +88,8 @@ def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = N
                        next.  Likewise the gradient of it on its way back: from SEND_B, or the end of the B, to the end
                        of RECV_B, and from there to the start of the B.
 
-    What ends at a moment is gone before what starts then.
+    at the beginning and end of every action: a message that is used at once, or received at once, counts for that
+    moment.  What others have received at a moment is gone before what this rank does then.
 
     Raises:
         ScheduleError: what `check` refuses, or costs or sizes that are negative or not of this number of stages.
@@ -176,46 +178,54 @@ def _peak_bytes(play: _Play, checked: Checked, sizes: Sizes) -> tuple[int, ...]:
     for name in ("saved", "kept", "boundary"):
         given = getattr(sizes, name)
         if len(given) != num_stages or min(given) < 0:
-            raise ScheduleError(f"sizes of {name} must be {num_stages} numbers, one for each stage: {list(given)}")
-    tick = max(max(play.clock), 1e-300) * 1e-12  # times that differ by rounding are the same moment
-    return tuple(
-        _peak([(round(time / tick), change) for time, change in _changes(play, rank, checked, sizes)])
-        for rank in range(len(play.rows))
-    )
+            raise ScheduleError(
+                f"sizes of {name} must be {num_stages} numbers, one for each stage, and not negative: {list(given)}"
+            )
+    return tuple(_peak(play, rank, checked.placement, sizes) for rank in range(len(play.rows)))
 
 
-def _changes(play: _Play, rank: int, checked: Checked, sizes: Sizes) -> list[tuple[float, int]]:
-    """When the bytes that a rank holds change, and by how much."""
-    place, split = checked.placement, {action.stage for action in play.rows[rank] if action.kind == "W"}
-    changes: list[tuple[float, int]] = []
-    for span in play.spans[rank]:
-        (kind, micro, stage, part), start, stop = span
+def _peak(play: _Play, rank: int, place: tuple[int, ...], sizes: Sizes) -> int:
+    """The most bytes that a rank holds, following its row."""
+    spans = play.spans[rank]
+    split = {span.action.stage for span in spans if span.action.kind == "W"}
+    rounding = 1e-12 * max(play.clock)  # times that differ by less are the same moment
+    on_their_way: list[tuple[float, int]] = []  # a heap: when it will have been received, bytes
+    held = peak = 0
+    for (kind, micro, stage, part), start, stop in spans:
+        held -= _received_by(start + rounding, on_their_way)
+        if kind in ("F", "B"):
+            held -= sizes.boundary[_boundary_into(kind, stage, len(place))]
+            if kind == "F":
+                held += sizes.saved[stage]
+                peak = max(peak, held)
+        held -= _received_by(stop + rounding, on_their_way)
         match kind:
-            case "F" | "B":
-                into, out = (stage, stage + 1) if kind == "F" else (stage + 1, stage)  # boundaries
-                if 0 < into < len(place):
-                    changes.append((start, -sizes.boundary[into]))
-                next_stage = stage + (1 if kind == "F" else -1)
-                if 0 <= next_stage < len(place) and place[next_stage] == rank:
-                    changes.append((stop, sizes.boundary[out]))
-                if kind == "F":
-                    changes.append((start, sizes.saved[stage]))
-                else:
-                    left = sizes.kept[stage] if stage in split else 0
-                    changes.append((stop, left - sizes.saved[stage]))
+            case "B":
+                held += (sizes.kept[stage] if stage in split else 0) - sizes.saved[stage]
             case "W":
-                changes.append((stop, -sizes.kept[stage]))
+                held -= sizes.kept[stage]
             case "RECV_F" | "RECV_B":
-                changes.append((stop, sizes.boundary[stage if kind == "RECV_F" else stage + 1]))
+                held += sizes.boundary[_boundary_into(kind[-1], stage, len(place))]
             case "SEND_F" | "SEND_B":
-                held = sizes.boundary[stage + 1 if kind == "SEND_F" else stage]
-                changes += (start, held), (play.received[kind, micro, stage, part], -held)
-    return changes
-
-
-def _peak(changes: list[tuple[int, int]]) -> int:
-    total = peak = 0
-    for _, change in sorted(changes):  # at one moment, what ends stands first
-        total += change
-        peak = max(peak, total)
+                sent = sizes.boundary[stage + 1 if kind == "SEND_F" else stage]
+                held += sent
+                heappush(on_their_way, (play.received[kind, micro, stage, part], sent))
+        if kind in ("F", "B"):
+            after = stage + 1 if kind == "F" else stage - 1
+            if 0 <= after < len(place) and place[after] == rank:
+                held += sizes.boundary[max(stage, after)]
+        peak = max(peak, held)
     return peak
+
+
+def _received_by(time: float, on_their_way: list[tuple[float, int]]) -> int:
+    """Take the bytes off the heap that were received until then."""
+    received = 0
+    while on_their_way and on_their_way[0][0] <= time:
+        received += heappop(on_their_way)[1]
+    return received
+
+
+def _boundary_into(kind: str, stage: int, num_stages: int) -> int:
+    """The boundary that an F or B gets its input from; 0, at which there is none, where it has none."""
+    return stage if kind == "F" else (stage + 1) % num_stages

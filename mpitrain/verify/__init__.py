@@ -13,6 +13,7 @@ knows of it.
     whole      slabs of all ranks -> full tensors, replicas
     judge      full tensors -> a verdict, in the order of execution
     noise      weights that only rounding has moved
+    obeyed     has the script run what it was told?
     suspect    a verdict -> where to look
     proof      all of it, for a list of layouts
     here       record a function instead of a script, in this process

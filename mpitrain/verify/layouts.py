@@ -1,20 +1,21 @@
-"""Layouts as words: `dp2,tp2,sp` is two replicas of two tensor-parallel ranks with sequence parallelism.
+"""Layouts as words: `pp2,dp2,tp2,zb-h1,sp` is a pipeline of two stages, each two replicas of two tensor-parallel ranks.
 
-Each word becomes flags of the script.  A new kind of parallelism is a line in one of the two tables.
+Each word becomes flags of the script.  A new kind of parallelism is a line in one of the tables.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
 from mpitrain.config import CONTEXT_KINDS
 from mpitrain.errors import ConfigError
 from mpitrain.options import suggest
+from mpitrain.pipeline.schedules import SCHEDULES
 
-AXES = {"dp": "--dp", "cp": "--cp", "tp": "--tp"}
+AXES = {"pp": "--pp", "dp": "--dp", "cp": "--cp", "tp": "--tp"}
 """Axis -> the flag that gives its number of ranks, from the slowest axis to the fastest."""
 
 
@@ -26,29 +27,67 @@ class Way:
         axis: of which it is a way.
         flags: what a script gets.
         meaning: in words.
-        ops: a forward that works in this way calls at least one of them over the axis.
+        ops: a forward that works in this way calls at least one of them over the axis; none: it is told otherwise.
         group: one of the words of a group is always in force; a word without a group is on or off.
+        without: axes and words with which it does not go together.
+        stale: whether it changes the mathematics, so that one rank's plain training is not what it should equal.
     """
 
     axis: str
     flags: tuple[str, ...]
     meaning: str
-    ops: tuple[str, ...]
+    ops: tuple[str, ...] = ()
     group: str = ""
+    without: tuple[str, ...] = ()
+    stale: bool = False
 
 
 _ATTENTION_OPS = {"ring": ("ring_attention",), "ulysses": ("all_to_all",), "rsa": ("rsa_attention",)}
 
 WAYS = {
+    **{
+        kind.name: Way(
+            "pp",
+            ("--schedule", kind.name),
+            kind.meaning,
+            group="schedule",
+            without=("cp", "sp") if kind.sliced or kind.versions else (),
+            stale=kind.versions is not None,
+        )
+        for kind in SCHEDULES.values()
+    },
     "sp": Way("tp", ("--sequence-parallel",), "sequence parallelism", ("all_gather", "reduce_scatter")),
     **{
         kind: Way("cp", ("--cp-attention", kind), f"{kind} attention", _ATTENTION_OPS[kind], "attention")
         for kind in CONTEXT_KINDS
     },
 }
+"""Word -> what it means.  Those of a schedule are told by the order in which ranks compute."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """A word with a number that is no axis: how many of something a way has.
+
+    Attributes:
+        way: the way that has them; the word stands beside it.
+        flag: what a script gets before the number.
+        meaning: in words.
+    """
+
+    way: str
+    flag: str
+    meaning: str
+
+
+COUNTS = {
+    "v": Count("interleaved", "--chunks", "stages a rank"),
+    "s": Count("terapipe", "--slices", "slices a sequence"),
+}
+"""Letter -> what it counts; where it is not given, the script's own default counts."""
 
 MOST_RANKS = 1024
-_AXIS = re.compile(r"([a-z]+)([0-9]+)")
+_NUMBERED = re.compile(r"([a-z]+)([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -58,12 +97,14 @@ class Layout:
     Attributes:
         axes: (axis, size), in the order of AXES.
         ways: in the order of WAYS.
+        counts: (letter, number), in the order of COUNTS.
         flags: what a script gets.
         ranks: how many it needs.
     """
 
     axes: tuple[tuple[str, int], ...]
     ways: tuple[str, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
     flags: tuple[str, ...] = field(init=False, compare=False)
     ranks: int = field(init=False, compare=False)
 
@@ -75,6 +116,8 @@ class Layout:
             ranks *= size
         for way in self.ways:
             flags += WAYS[way].flags
+        for letter, number in self.counts:
+            flags += [COUNTS[letter].flag, str(number)]
         object.__setattr__(self, "flags", tuple(flags))
         object.__setattr__(self, "ranks", ranks)
 
@@ -86,19 +129,39 @@ class Layout:
     @property
     def simple(self) -> Layout:
         """The same without axes of one rank, and without ways of axes that it does not have."""
-        return Layout(tuple(self.sizes.items()), tuple(way for way in self.ways if WAYS[way].axis in self.sizes))
+        return self._with(self.sizes, self.ways)
+
+    @property
+    def schedule(self) -> str:
+        """The word of the schedule; empty where none is given, or nothing is to be put in order."""
+        return next((way for way in self.simple.ways if WAYS[way].group == "schedule"), "")
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it should equal a replay of its version tables in place of plain training."""
+        return any(WAYS[way].stale for way in self.simple.ways)
+
+    def _with(self, sizes: Mapping[str, int], ways: Iterable[str]) -> Layout:
+        """A layout of these axes, and of what belongs to them."""
+        kept = tuple(way for way in ways if WAYS[way].axis in sizes)
+        return Layout(tuple(sizes.items()), kept, tuple(pair for pair in self.counts if COUNTS[pair[0]].way in kept))
 
     def parts(self) -> list[Layout]:
-        """The layouts of one axis each that this one is made of, also without what is on or off; never itself."""
+        """The layouts of one axis each that this one is made of, also without what is on or off; never itself.
+
+        A schedule is an order of the same work: its axis stands alone without it, too.
+        """
         found: dict[Layout, None] = {}
-        for axis in self.sizes.items():
-            ways = [way for way in self.ways if WAYS[way].axis == axis[0]]
-            found[Layout((axis,), tuple(way for way in ways if WAYS[way].group))] = None
-            found[Layout((axis,), tuple(ways))] = None
+        for axis, size in self.sizes.items():
+            ways = [way for way in self.ways if WAYS[way].axis == axis]
+            always = [way for way in ways if WAYS[way].group and WAYS[way].group != "schedule"]
+            found[self._with({axis: size}, always)] = None
+            found[self._with({axis: size}, ways)] = None
         return [part for part in found if part != self.simple]
 
     def __str__(self) -> str:
-        return ",".join([*(f"{axis}{size}" for axis, size in self.axes), *self.ways])
+        counts = (f"{letter}{number}" for letter, number in self.counts)
+        return ",".join([*(f"{axis}{size}" for axis, size in self.axes), *self.ways, *counts])
 
 
 def parse(text: str) -> Layout:
@@ -108,25 +171,35 @@ def parse(text: str) -> Layout:
         ConfigError: naming the word that is wrong and those that are allowed.
     """
     axes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     ways: dict[str, str] = {}  # group -> word
     for word in text.split(","):
-        found = _AXIS.fullmatch(word)
-        if found and found[1] in AXES:
-            axis, size = found[1], int(found[2][:6])
-            if axis in axes:
-                raise ConfigError(f"--layout {text}: {axis} stands twice; give each axis one size.")
-            if not 1 <= size <= MOST_RANKS:
-                raise ConfigError(f"--layout {text}: {word}: an axis has from 1 to {MOST_RANKS} ranks.")
-            axes[axis] = size
-        elif word in WAYS:
+        found = _NUMBERED.fullmatch(word)
+        if word in WAYS:
             group = WAYS[word].group or word
             if group in ways:
                 raise ConfigError(f"--layout {text}: {ways[group]} and {word}: only one of such words can be given.")
             ways[group] = word
+        elif found and found[1] in (*AXES, *COUNTS):
+            name, number = found[1], int(found[2][:6])
+            of = axes if name in AXES else counts
+            what = "an axis has" if name in AXES else "there are"
+            unit = "ranks" if name in AXES else COUNTS[name].meaning
+            if name in of:
+                raise ConfigError(f"--layout {text}: {name} stands twice; give each axis one size.")
+            if not 1 <= number <= MOST_RANKS:
+                raise ConfigError(f"--layout {text}: {word}: {what} from 1 to {MOST_RANKS} {unit}.")
+            of[name] = number
         else:
             raise ConfigError(f"--layout {text}: {word!r} is no word of a layout.{suggest(word, WAYS)}\n{vocabulary()}")
+    for letter, number in counts.items():
+        if COUNTS[letter].way not in ways.values():
+            way = COUNTS[letter].way
+            raise ConfigError(f"--layout {text}: {letter}{number} counts {COUNTS[letter].meaning} of {way}: name it, too.")
     layout = Layout(
-        tuple((axis, axes[axis]) for axis in AXES if axis in axes), tuple(way for way in WAYS if way in ways.values())
+        tuple((axis, axes[axis]) for axis in AXES if axis in axes),
+        tuple(way for way in WAYS if way in ways.values()),
+        tuple((letter, counts[letter]) for letter in COUNTS if letter in counts),
     )
     if layout.ranks > MOST_RANKS:
         raise ConfigError(f"--layout {text} needs {layout.ranks} ranks; at most {MOST_RANKS} are allowed.")
@@ -136,12 +209,18 @@ def parse(text: str) -> Layout:
 def vocabulary() -> str:
     """All words, for messages and help."""
     axes = " ".join(f"{axis}N" for axis in AXES)
-    ways = ", ".join(f"{word} ({way.meaning}, of {way.axis})" for word, way in WAYS.items())
-    return f"Words, joined by commas: {axes} (N ranks on an axis); {ways}."
+    groups: dict[str, list[str]] = {}
+    for word, way in WAYS.items():
+        groups.setdefault(way.group or way.meaning, []).append(word)
+    ways = "; ".join(f"{' | '.join(words)} ({name}, of {WAYS[words[0]].axis})" for name, words in groups.items())
+    counts = ", ".join(f"{letter}N ({count.meaning}, of {count.way})" for letter, count in COUNTS.items())
+    return f"Words, joined by commas: {axes} (N ranks on an axis);\n{ways};\n{counts}."
 
 
 def all_layouts(ranks: int) -> Iterator[Layout]:
-    """Every factorisation of a number of ranks over the axes, with every way of each axis.
+    """Every factorisation of a number of ranks over the axes, with every way of each axis that goes with the others.
+
+    What changes the mathematics is left out.
 
     Raises:
         ConfigError: the number is out of range.
@@ -155,14 +234,16 @@ def all_layouts(ranks: int) -> Iterator[Layout]:
         axes = tuple((axis, size) for axis, size in zip(AXES, sizes, strict=True) if size > 1)
         for ways in product(*(_choices(axis) for axis, _ in axes)):
             chosen = {way for some in ways for way in some}
-            yield Layout(axes, tuple(way for way in WAYS if way in chosen))
+            words = {axis for axis, _ in axes} | chosen
+            if not any(words.intersection(WAYS[way].without) for way in chosen):
+                yield Layout(axes, tuple(way for way in WAYS if way in chosen))
 
 
 def _choices(axis: str) -> list[tuple[str, ...]]:
     """The ways of one axis: each word of a group, and with each of them every other word on and off."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     for word, way in WAYS.items():
-        if way.axis == axis:
+        if way.axis == axis and not way.stale:
             groups.setdefault(way.group or word, [] if way.group else [()]).append((word,))
     return [tuple(word for words in choice for word in words) for choice in product(*groups.values())]
 

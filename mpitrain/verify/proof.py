@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.options import show
 from mpitrain.verify.judge import Verdict, judge
 from mpitrain.verify.launch import Run, run_all
-from mpitrain.verify.layouts import WAYS, Layout
+from mpitrain.verify.layouts import Layout
+from mpitrain.verify.obeyed import disobeyed
 from mpitrain.verify.suspect import Hint, hints
 
 FRESH = "{run}"
@@ -133,9 +133,9 @@ class Proof:
         refusal = run.refusal()
         if refusal is not None:
             return Outcome(layout, "refused", run.seconds, message=refusal)
-        disobeyed = _other_mesh(layout, run) or _other_way(layout, run)
-        if disobeyed:
-            return Outcome(layout, "refused", run.seconds, message=disobeyed)
+        otherwise = disobeyed(layout, run)
+        if otherwise:
+            return Outcome(layout, "refused", run.seconds, message=otherwise)
         silent = run.silent()
         if run.code == 0 and silent:
             message = (
@@ -175,31 +175,6 @@ class Proof:
     def _say(self, run: Run) -> None:
         if self.echo:
             print(f"$ {' '.join(map(show, run.command))}\n{_quoted(run.output().rstrip())}", flush=True)
-
-
-def _other_mesh(layout: Layout, run: Run) -> str:
-    """Whether the script has made another mesh than it was told: a layout that was not run is not proven."""
-    for records in run.records():
-        begin = next(records, None)
-        if begin is None:
-            continue
-        sizes: dict[str, Any] = dict(begin.facts["sizes"])
-        sizes["dp"] = sizes.pop("edp") * sizes.pop("ep")
-        if any(size != dict(layout.axes).get(axis, 1) for axis, size in sizes.items()):
-            grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
-            return f"the script did not obey {' '.join(layout.flags)}: its mesh was {grid}"
-    return ""
-
-
-def _other_way(layout: Layout, run: Run) -> str:
-    """Whether an axis has worked in another way than the script was told: known by the ops that have sent."""
-    told = [WAYS[word] for word in layout.simple.ways]
-    steps = [record.facts for record in run.records()[0] if record.facts["is"] == "step"] if told else []
-    sent = {(op, axis) for facts in steps for op, axis in facts["sent"]}
-    for way in told if steps else ():  # without a step it did not get so far
-        if not any((op, way.axis) in sent for op in way.ops):
-            return f"the script did not obey {' '.join(way.flags)}: it called no {' or '.join(way.ops)} over {way.axis}"
-    return ""
 
 
 def _end_of(run: Run, timeout: float) -> str:

@@ -73,6 +73,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"mpitrain local -n 2 examples/train_gpt.py --cp 2 --steps 2 {TINY}",
         "",
     ),
+    # docs/explanation/partitioning.md
+    "./run_mpi.sh -n 4 examples/train_gpt.py --pp 4 --balance flops": (
+        f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --balance flops --steps 2 {TINY}",
+        "",
+    ),
     # docs/explanation/kernels.md
     "MPITRAIN_KERNELS=numpy ./run_mpi.sh -n 4 examples/train_gpt.py --steps 20": (
         f"MPITRAIN_KERNELS=numpy python examples/train_gpt.py --steps 2 {TINY}",

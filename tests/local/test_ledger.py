@@ -24,6 +24,7 @@ from mpitrain.events import Event, listen
 from mpitrain.models.gpt import GPTConfig
 from mpitrain.parallel.context import KINDS
 from mpitrain.pipeline.action import Action
+from mpitrain.pipeline.partition import Partition
 from mpitrain.plan.traffic import Step, traffic
 
 
@@ -83,6 +84,103 @@ def test_heads_of_keys_that_queries_share(kv_heads, tp, sp):
 @pytest.mark.parametrize("vocab", [1, 5, 17, 24])
 def test_ranks_with_fewer_words_or_none(vocab):
     run(8, replace(checks.SIZES, vocab=vocab), dp=2, tp=4)
+
+
+PIPELINES = {
+    # name: schedule, blocks of each stage on 2 ranks, what else there is to say
+    "gpipe": ("gpipe", (1, 2), {"microbatches": 2}),
+    "1f1b": ("1f1b", (2, 1), {"microbatches": 4}),
+    "1f1b, 1 micro": ("1f1b", (2, 1), {}),
+    "2 stages a rank": ("interleaved", (1, 0, 1, 1), {"microbatches": 4}),
+    "3 stages a rank": ("interleaved", (0, 1, 0, 1, 1, 0), {"microbatches": 2}),
+    "zb-h1": ("zb-h1", (0, 3), {"microbatches": 4}),
+    "terapipe": ("terapipe", (3, 0), {"microbatches": 2, "slices": (7, 5, 3, 1)}),
+    "terapipe, equal slices": ("terapipe", (1, 2), {"microbatches": 1, "slices": (4, 4, 4, 4)}),
+    "pipedream": ("pipedream", (1, 2), {"row": 3}),
+    "2bw": ("pipedream-2bw", (2, 1), {"microbatches": 2, "row": 3}),
+    "2bw with an agreement each step": ("pipedream-2bw", (2, 1), {"microbatches": 2, "clip": 1.0}),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("rest", [each.values[1] for each in cases(1, 2)], ids=str)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pipeline_sends_what_was_predicted(name, rest, tied):
+    """T30.11 for pp, with each other axis; a vocabulary that no tp divides, uneven and empty stages."""
+    schedule, stages, how = PIPELINES[name]
+    if schedule not in ("gpipe", "1f1b", "interleaved", "zb-h1") and (rest["cp"] > 1 or rest["sequence_parallel"]):
+        pytest.skip(f"{schedule} goes together with dp and tp alone")
+    if schedule == "pipedream" and tied:
+        pytest.skip("pipedream's stages update at different times, so they share no table")
+    sizes = replace(checks.SIZES, layers=3, tied=tied)
+    ranks = 2 * rest["dp"] * rest["tp"] * rest["cp"]
+    run(ranks, sizes, pp=2, schedule=schedule, stages=stages, **rest, **how)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("pp", "stages", "schedule"),
+    [
+        (3, (0, 2, 0), "1f1b"),  # ends without blocks
+        (3, (1, 0, 1), "zb-h1"),  # a middle without parameters
+        (4, None, "gpipe"),  # what a model of 2 blocks gets on 4 ranks by itself
+        (4, (0, 0, 0, 0, 0, 0, 2, 0), "interleaved"),  # a rank with nothing, twice
+    ],
+)
+def test_stages_without_blocks_send_activations_and_no_gradients(pp, stages, schedule, tied):
+    sizes = replace(checks.SIZES, tied=tied)
+    run(2 * pp, sizes, pp=pp, stages=stages, schedule=schedule, tp=2, sequence_parallel=True, microbatches=4)
+
+
+def test_ranks_of_a_stage_that_hold_no_word_send_their_empty_sum():
+    run(8, replace(checks.SIZES, vocab=1, tied=True), pp=2, stages=(0, 2), dp=2, tp=2, sequence_parallel=True)
+
+
+def test_four_axes_at_once():
+    run(16, pp=2, dp=2, cp=2, tp=2, sequence_parallel=True, microbatches=2, steps=2)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", (1, 1)), ("zb-h1", (1, 1)), ("interleaved", (1, 0, 1, 0))])
+def test_buckets_of_a_pipeline_leave_during_its_last_backward(schedule, stages):
+    step = Step(checks.SIZES, 16, microbatches=2, pp=2, dp=2, partition=Partition(stages))
+    ledgers = LocalWorld(4).run(lambda: checks.listened(world(), step, bucket_bytes=512, schedule=schedule))
+    for rank, ledger in enumerate(ledgers):
+        expected = checks.predicted(replace(step, pp_rank=rank // 2))
+        assert {key: sent for key, (_, sent) in checks.measured(ledger).items()} == {
+            key: sent for key, (_, sent) in expected.items()
+        }
+        early = {p.action for p in ledger.by(lambda place: place) if p.axis == "dp+cp" and p.action != "COUNT"}
+        assert early >= ({"W"} if schedule == "zb-h1" else {"B"})
+
+
+def test_each_of_two_stages_sends_the_bytes_of_the_specification():
+    """T30.10: 65,536 bytes over pp on each of the two stages, 524,288 over tp."""
+    sizes = GPTConfig(vocab=16, layers=4, width=64, heads=4, seq_len=32)
+    step = Step(sizes, batch=8, microbatches=4, tp=2, pp=2)
+    for rank, ledger in enumerate(LocalWorld(4).run(lambda: checks.listened(world(), step))):
+        sums = checks.measured(ledger)
+        assert sums["tp", "layers", "all_reduce"][1] == 524_288
+        assert sums["pp", ("activations", "activation gradients")[rank // 2], "send"] == (4, 65_536)
+        assert sum(sent for (axis, *_), (_, sent) in sums.items() if axis == "pp") == 65_536
+
+
+def test_all_that_a_pipeline_sends_is_part_of_a_step():
+    """The end of a row, too: the waits for its last sends, and where steps overlap their one agreement."""
+
+    def main():
+        step = Step(checks.SIZES, batch=8, pp=2, row=3)
+        _, executor, tokens = checks.built(world(), step, schedule="pipedream")
+        executor.run(list(tokens.batches(8, 0, 1, stop_step=2)))  # ranks compare the first two batches
+        ledger = Ledger()
+        with listen(ledger):
+            executor.run(list(tokens.batches(8, 0, 1, stop_step=3)))
+        return ledger
+
+    for ledger in LocalWorld(2).run(main):
+        assert all(in_step(place) for place in ledger.by(lambda place: place))
+        assert ledger.steps == 3
+        assert 0 < ledger.share() < 1
+        assert "outside of steps" not in ledger.table()
 
 
 def test_blocks_that_nobody_sees_travel_all_the_same():

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the oracle is
 import stale_oracle as oracle
+from chain import Chain, numbers, on_paper
 
 from mpitrain import checkpoint
+from mpitrain.autograd.ops import IGNORE
 from mpitrain.autograd.tape import Tape
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.local import LocalWorld
@@ -21,11 +23,9 @@ from mpitrain.comm.world import World, world
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.compare import compare
-from mpitrain.errors import ScheduleError
+from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.events import listen
 from mpitrain.models.gpt import GPT, GPTConfig
-from mpitrain.nn.module import Boundary, Module
-from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import AdamW, Sgd
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
@@ -73,75 +73,7 @@ class Watch:
             self.alive.append(versions.alive)
 
 
-# ------------------------------------------------------------------------ a model that fits on paper: y = w_n ... w_1 x
-
-
-@dataclass
-class Numbers:
-    """x and the y that is wanted for it."""
-
-    x: np.ndarray
-    y: np.ndarray
-
-    @property
-    def count(self):
-        return len(self.x)
-
-    def split(self, parts):
-        return [Numbers(x, y) for x, y in zip(np.split(self.x, parts), np.split(self.y, parts), strict=True)]
-
-
-class Factor(Module):
-    """One weight, 1 + stage / 8 at the start."""
-
-    def __init__(self, stage):
-        super().__init__(f"factors.{stage}")
-        self.weight = Parameter(f"{self.name}.weight", (1,), init=lambda *_: np.array([1 + stage / 8]))
-
-    def forward(self, x):
-        return self.weight * x
-
-
-class Chain(Module):
-    """One factor a stage; the loss is the sum of (y - w_n ... w_1 x)^2 / 2."""
-
-    def __init__(self, mesh, stages):
-        super().__init__("chain")
-        self.num_stages = stages
-        self.stages = tuple(range(mesh.pp.rank, stages, mesh.pp.size))
-        self.factors = [Factor(stage) for stage in self.stages]
-        self.materialize(mesh, 0, np.float64)
-
-    def forward_stage(self, stage, batch, *inputs, carry=None):
-        (x,) = inputs or (batch.x,)
-        y = self.factors[self.stages.index(stage)](x)
-        return (y,) if stage < self.num_stages - 1 else (((y - batch.y) ** 2.0).sum() * 0.5,)
-
-    def forward(self, batch):
-        inputs = ()
-        for stage in self.stages:
-            inputs = self.forward_stage(stage, batch, *inputs)
-        return inputs[0]
-
-    def boundary(self, stage, batch):
-        return (Boundary(batch.x.shape, np.float64, {}),) if stage else ()
-
-
-def numbers(batches, size):
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(batches, size))
-    return [Numbers(row, 0.3 * row + 0.01 * generator.normal(size=size)) for row in x]
-
-
-def on_paper(batches, stages, lr, age):
-    """w_i <- w_i - lr dL/dw_i, with the derivatives by hand; age(i, t): version that stage i uses at time t."""
-    history = [np.array([1.0 + stage / 8 for stage in range(stages)])]
-    for t, batch in enumerate(batches):
-        w = np.array([history[age(i, t)][i] for i in range(stages)])
-        error = (batch.x * w.prod() - batch.y) * batch.x
-        gradient = np.array([error.mean() * np.delete(w, i).prod() for i in range(stages)])
-        history.append(history[-1] - lr * gradient)
-    return history
+# --------------------------------------------------------------------------------------- a model that fits on paper
 
 
 def chain_on(name, stages, batches, micros=1, lr=0.05):
@@ -247,6 +179,25 @@ def test_rows_of_any_length(name, ranks, batches):
         assert losses == pytest.approx(found.losses, rel=1e-12)
 
 
+@pytest.mark.parametrize("clip", [0.0, 5.0], ids=["", "clip"])
+def test_a_step_that_is_not_finite_leaves_the_newest_weights(clip):
+    """With clipping ranks agree on each step and the weights are those before it; without, at the end of the row."""
+    batches = numbers(4, 4)
+    batches[1].x[2] = np.inf
+
+    def main():
+        model = Chain(mesh := Mesh(world(), pp=2), 2)
+        executor = executor_of("pipedream-2bw", model, Sgd(model.parameters(), lr=0.05), mesh, 2, clip=clip)
+        with pytest.raises(NumericsError, match="No weight was changed" if clip else "weights were changed before"):
+            executor.run(batches)
+        assert executor.versions.alive == 1
+        return executor.versions.number, float(model.parameters()[0].data[0])
+
+    found = LocalWorld(2).run(main)
+    assert [number for number, _ in found] == ([1, 1] if clip else [4, 4])
+    assert all(math.isfinite(weight) for _, weight in found) == bool(clip)
+
+
 # --------------------------------------------------------------------------------------------------------------- a GPT
 
 SEQUENCE = 8
@@ -262,10 +213,19 @@ def tokens():
     return Tokens(Corpus(stream[:5_000], stream[5_000:], 13, "bytes", "numbers", (), (), ""), SEQUENCE, seed=5)
 
 
+def with_gaps(batch):
+    """The batch without some targets: each has another number of them, and some rows have none."""
+    gone = np.arange(SEQUENCE) < (batch.places[:, None] * 5 + batch.step * 2) % (SEQUENCE + 1)
+    return replace(batch, targets=np.where(gone, IGNORE, batch.targets))
+
+
 def rows_of(lengths, batch, rank=0, size=1):
     """The mini-batches of each row."""
     starts = np.cumsum([0, *lengths])
-    return [list(tokens().batches(batch, rank, size, int(start), int(stop))) for start, stop in pairwise(starts)]
+    return [
+        [with_gaps(given) for given in tokens().batches(batch, rank, size, int(start), int(stop))]
+        for start, stop in pairwise(starts)
+    ]
 
 
 def state_of(model, method):

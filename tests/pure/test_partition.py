@@ -8,6 +8,9 @@ import random
 import pytest
 
 from mpitrain.errors import ConfigError, ShapeError
+from mpitrain.events import listen
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.profile import measured_costs
 from mpitrain.pipeline.partition import Partition, balance, describe
 
 
@@ -105,3 +108,13 @@ def test_one_line_describes_a_partition():
     assert describe(Partition((3,))) == "embedding + 3 + head"
     assert describe(Partition((0,))) == "embedding + head"
     assert describe(Partition((1,) + (2,) * 30 + (1,))) == "embedding + 1 | 2 (x30) | 1 + head"
+
+
+def test_measured_costs_tell_a_large_head_and_are_nobodys_business():
+    sizes = {vocab: GPTConfig(vocab=vocab, width=16, heads=2, seq_len=8, dropout=0.1) for vocab in (16, 16_384)}
+    told = []
+    with listen(told.append):
+        small, large = (measured_costs(each, rows=2) for each in sizes.values())
+    assert min(*small, *large) > 0
+    assert large.head > 4 * small.head
+    assert told == []

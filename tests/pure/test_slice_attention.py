@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from mpitrain import kernels
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.carry import Carry
 from mpitrain.autograd.gradcheck import check
+from mpitrain.comm.alone import Alone
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import World
+from mpitrain.data.tokens import Batch
 from mpitrain.errors import ShapeError
+from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.pipeline.partition import Partition
 from mpitrain.rng import Draw
 
 S = 12
@@ -219,3 +226,80 @@ def test_what_is_no_earlier_slice_is_refused():
         ops.slice_attention(qkv, [qkv], 4, 2, rows=np.zeros((2, 4, 7), np.uint64), drop=0.1)
     with pytest.raises(ShapeError, match=r"\(2, 6\) by key or \(2, 3, 6\) by query and key"):
         ops.slice_attention(qkv, [qkv], 4, 2, mask=np.ones((2, 3), bool))
+
+
+# ------------------------------------------------------------------------------------------------------ a whole model
+
+
+@pytest.fixture
+def documents():
+    """Several a row; the first row ends in padding, which has no targets."""
+    numbers = np.arange(3 * S).reshape(3, S) * 5 % 17 // 6
+    numbers.sort(axis=1)
+    numbers[0, -2:] = -1
+    return numbers
+
+
+def model_and_batch(documents, kv_heads):
+    sizes = GPTConfig(vocab=11, layers=3, width=12, heads=4, seq_len=S, dropout=0.2, kv_heads=kv_heads, tied=True)
+    model = GPT(sizes, Mesh(World(Alone(), "none")), partition=Partition((1, 2)), seed=3, dtype=np.float64)
+    tokens = np.random.default_rng(0).integers(0, 11, (3, S + 1))
+    targets = np.where(documents < 0, ops.IGNORE, tokens[:, 1:]) if documents is not None else tokens[:, 1:]
+    batch = Batch(tokens[:, :-1], targets, np.arange(3), np.arange(S), step=4, documents=documents)
+    return model, batch
+
+
+def gradients(model):
+    return {p.name: p.grad.copy() for p in model.parameters()}
+
+
+def loss_and_gradients(model, batch, lengths):
+    """Every stage on a tape of its own for every slice; backward from the last slice to the first."""
+    model.start_step()
+    carries, flying, total = [Carry() for _ in model.stages], [], 0.0
+    for part, one in enumerate(batch.slices(lengths)):
+        outputs = ()
+        for stage, carry in enumerate(carries):
+            inputs = tuple(Tensor(y.data, requires_grad=True) for y in outputs)
+            with Tape() as tape:
+                carry.begin(part)
+                outputs = model.forward_stage(stage, one, *inputs, carry=carry)
+            flying.append((part, stage, tape, inputs, outputs))
+        total += float(outputs[0].data)
+    grads = {}
+    for part, stage, tape, inputs, outputs in reversed(flying):
+        seeds = [np.ones(())] if stage == len(carries) - 1 else [grads.pop((part, stage))]
+        tape.run_backward([*zip(outputs, seeds, strict=True), *carries[stage].seeds(part)])
+        carries[stage].pass_back(part, tape)
+        if inputs:
+            grads[part, stage - 1] = tape.grads[inputs[0]]
+    return total, gradients(model)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+@pytest.mark.parametrize("lengths", [[12], [6, 6], [5, 3, 3, 1]], ids=str)
+@pytest.mark.parametrize("several", [False, True], ids=["one document", "documents"])
+def test_a_model_in_slices_is_the_model(documents, kv_heads, lengths, several):
+    """T15.1, with dropout everywhere: loss and every gradient."""
+    model, batch = model_and_batch(documents if several else None, kv_heads)
+    with Tape() as tape:
+        loss = model(batch)
+    tape.run_backward([(loss, np.ones(()))])
+    expected = gradients(model)
+    total, found = loss_and_gradients(model, batch, lengths)
+    assert total == pytest.approx(float(loss.data), rel=1e-13)
+    for name, grad in expected.items():
+        np.testing.assert_allclose(found[name], grad, rtol=1e-10, atol=1e-12 * abs(grad).max(initial=1.0), err_msg=name)
+
+
+def test_evaluation_in_slices_is_evaluation(documents):
+    model, batch = model_and_batch(documents, 2)
+    batch = replace(batch, training=False)
+    carries, total = [Carry() for _ in model.stages], 0.0
+    for part, one in enumerate(batch.slices([5, 4, 3])):
+        outputs = ()
+        for stage, carry in enumerate(carries):
+            carry.begin(part)
+            outputs = model.forward_stage(stage, one, *outputs, carry=carry)
+        total += float(outputs[0].data)
+    assert total == pytest.approx(float(model(batch).data), rel=1e-13)

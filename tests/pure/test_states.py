@@ -115,6 +115,8 @@ RIGHT = [
     ("log softmax", on(lambda x: ops.log_softmax(x), S(1)), S(1)),
     ("softmax with a mask", on(lambda x: ops.softmax(x, -1, np.ones((4, 6), bool)), S(0)), S(0)),
     *[("attention", on(lambda x: ops.attention(x, 2), s), s) for s in (I, R, S(0), S(2))],
+    *[("attention of a slice", on(lambda x, y: ops.slice_attention(x, [y], 2), s, s), s) for s in (I, R, S(0), S(2))],
+    ("a slice after one of which nothing is known", on(lambda x, y: ops.slice_attention(x, [y], 2), S(2), None), S(2)),
     ("residual", on(ops.residual, S(1), S(1)), S(1)),
     ("residual with a bias", (ops.residual, [(X, S(1)), (X, S(1)), ((6,), R)]), S(1)),
     ("residual of summands", (lambda x, y: ops.residual(x, y, rows=ROWS, p=0.5), [(X, P), (X, P)]), P),
@@ -347,6 +349,17 @@ WRONG = [
         "attention among tokens",
         on(lambda x: ops.attention(x, 2), S(1)),
         r"attention over axis tp is missing \(parallel\.context",
+    ),
+    (
+        "attention to cut earlier tokens",
+        on(lambda x, y: ops.slice_attention(x, [y], 2), None, S(1)),
+        "slice_attention among the tokens of a Shard",
+    ),
+    ("attention to summands", on(lambda x, y: ops.slice_attention(x, [y], 2), I, P), "slice_attention of a Partial"),
+    (
+        "other heads of an earlier slice",
+        on(lambda x, y: ops.slice_attention(x, [y], 2), S(2), I),
+        "slice_attention of an Invariant and a Shard",
     ),
     ("attention of summands", on(lambda x: ops.attention(x, 2), P), "attention of a Partial value"),
     (

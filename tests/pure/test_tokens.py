@@ -1,5 +1,6 @@
 """Batches: the right windows, the right targets, the same for every layout, whatever does not divide."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -171,6 +172,33 @@ def test_a_part_keeps_targets_with_their_inputs_and_the_positions_of_the_whole()
     assert part.positions.tolist() == [0, 1, 14, 15]
     assert whole.part(None) is whole
     assert whole.part([3]).inputs.shape == (4, 1)
+
+
+def test_slices_are_consecutive_tokens_of_every_sequence_with_their_positions():
+    whole = Tokens(counting_corpus(), 16).batch_at(3, 4)
+    slices = whole.slices([7, 1, 8])
+    assert [each.positions.tolist() for each in slices] == [[*range(7)], [7], [*range(8, 16)]]
+    for name in ("inputs", "targets"):
+        parts = [getattr(each, name) for each in slices]
+        assert all(part.flags.c_contiguous for part in parts)
+        assert np.array_equal(np.concatenate(parts, 1), getattr(whole, name))
+    assert all(each.places is whole.places and each.step == 3 for each in slices)
+    assert sum(each.count for each in slices) == whole.count
+    rows = [each.draw(9).rows("drop") for each in slices]
+    assert np.array_equal(np.concatenate(rows, 1), whole.draw(9).rows("drop"))
+    assert whole.slices([16]) == [whole]
+
+
+def test_slices_keep_the_documents_of_the_whole_sequence():
+    whole = Tokens(counting_corpus(), 16).batch_at(0, 4)
+    whole = replace(whole, documents=np.arange(64).reshape(4, 16) // 5)
+    assert all(each.documents is whole.documents for each in whole.slices([9, 7]))
+
+
+@pytest.mark.parametrize("lengths", [[], [15], [16, 0], [17, -1], [8, 9]], ids=str)
+def test_slices_that_are_not_the_sequence_are_refused(lengths):
+    with pytest.raises(ShapeError, match=rf"together {sum(lengths)}: .* at least 1 token whose sum is .* 16"):
+        Tokens(counting_corpus(), 16).batch_at(0, 4).slices(lengths)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from typing import Any
 
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.ops.attention import (
-    Attention,
     attend,
     attend_backward,
     attention,
@@ -39,8 +38,6 @@ from mpitrain.kernels.blocks import wide
 
 class SliceAttention(Function):
     """Attention of a slice on itself and on at least one earlier one; saves them, its output, a number a query."""
-
-    like = Attention
 
     @staticmethod
     def forward(
@@ -154,7 +151,7 @@ def slice_attention(
         ShapeError: as `attention`, or an earlier slice is of other samples, another width or another dtype.
 
     Cost: 4 l (c + l/2) d operations a head, and 2.5 times that in backward; earlier keys and values are copied once
-        each way.  Memory for backward: qkv, the output and a number a query; earlier slices are kept by whoever made them.
+        each way.  Memory for backward: qkv, the output and a number a query; earlier slices belong to who made them.
     Source: Li et al. 2021, "TeraPipe", arXiv:2102.07988, section 3.1.
     """
     if not past:

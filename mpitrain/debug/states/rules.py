@@ -22,6 +22,7 @@ from mpitrain.autograd.function import Function
 from mpitrain.autograd.ops import fused, index, linalg, reduce, shape
 from mpitrain.autograd.ops.attention import Attention
 from mpitrain.autograd.ops.residual import Dropout, Residual, ResidualNorm
+from mpitrain.autograd.ops.slices import SliceAttention
 from mpitrain.debug.states import advice
 from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state, aligned, mix
 from mpitrain.spec import PARTIAL, Shard, State
@@ -137,6 +138,14 @@ def attention(call: Call, states: States) -> Outcome:
         way = "attention over axis {axis} is missing (parallel.context.attention), or an all_gather before it"
         raise Mismatch(f"{call.title} among the tokens of a Shard(1) value, a part of each sequence", way)
     return first(call, states)
+
+
+def slice_attention(call: Call, states: States) -> Outcome:
+    """The same, of a slice and earlier ones: inputs qkv, mask, rows, and each earlier qkv."""
+    slices = [(i, state) for i, state in enumerate(states) if i not in (1, 2)]
+    for _, state in slices:
+        attention(call, (state,))
+    return mix(call, slices)
 
 
 def cross_entropy(call: Call, states: States) -> Outcome:
@@ -286,6 +295,7 @@ RULES: Mapping[type[Function], Rule] = MappingProxyType(
         fused.Linear: linear,
         fused.LayerNorm: along(_last),
         Attention: attention,
+        SliceAttention: slice_attention,
         fused.SoftmaxCrossEntropy: cross_entropy,
         Dropout: first,
         Residual: residual,

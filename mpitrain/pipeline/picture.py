@@ -1,0 +1,216 @@
+"""What a schedule looks like: a simulated step as a picture.
+
+A lane a rank, time to the right, and a box for each F, B and W with its micro-batch, as wide as it takes time.  Idle
+time is hatched.  The picture is an SVG that needs nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from mpitrain.pipeline.action import Action
+from mpitrain.pipeline.render import all_drawn, describe, drawn, round_up
+from mpitrain.pipeline.simulate import Span, Timeline
+
+_FONT = "ui-monospace, Menlo, DejaVu Sans Mono, monospace"
+_TEXT, _QUIET, _LINE = "#1f2933", "#52606d", "#cbd2d9"
+
+# From light to dark: forward, backward, backward of the weights alone.  Blue, orange and purple stay apart for every
+# kind of colour vision, and since no shade of one is as light as any of another, also in grey print.
+_SHADES = {"F": ("#d3e8fa", "#8bbdea"), "B": ("#f7ab5e", "#d97a1e"), "W": ("#7b56ad", "#452a70")}
+_ON = {"F": _TEXT, "B": _TEXT, "W": "#ffffff"}
+
+_SHORTEST, _WIDEST, _NARROWEST = 26.0, 940.0, 5.0  # pixels: of the shortest action, of all time, of a box that is seen
+_HIGH, _GAP, _TOP = 30, 8, 76
+
+
+def svg(timeline: Timeline, title: str = "A pipeline schedule", messages: bool = False) -> str:
+    """A picture of a simulated schedule: complete in itself, without scripts, readable on light and dark pages.
+
+    A lane for each rank with a box for each F, B and W, the micro-batch in it; later stages of a rank are darker; idle
+    time is hatched; a thick line is an update.  At the right each rank's idle time and peak of micro-batches in flight.
+
+    Args:
+        timeline: what to draw.
+        title: the heading, also read by screen readers.
+        messages: draw an arrow for each message between neighbours in the picture.
+    """
+    return _Picture(timeline, title, messages).draw()
+
+
+class _Picture:
+    """The measures of one picture, and its parts."""
+
+    def __init__(self, timeline: Timeline, title: str, messages: bool) -> None:
+        self.timeline = timeline
+        self.title = title
+        self.messages = messages
+        self.ranks = len(timeline.spans)
+        self.updates = [[span.stop for span in spans if span.action.kind == "STEP"] for spans in timeline.spans]
+        self.stages = [sorted({span.action.stage for span in drawn(spans)}) for spans in timeline.spans]
+        self.kinds = [kind for kind in "FBW" if any(span.action.kind == kind for span in all_drawn(timeline))]
+        shortest = min((span.stop - span.start for span in all_drawn(timeline)), default=1.0)
+        total = timeline.makespan or 1.0
+        self.scale = max(min(_SHORTEST / shortest, _WIDEST / total), min(_NARROWEST / shortest, 20 * _WIDEST / total))
+        self.sizes = {kind: self._letters(kind) for kind in self.kinds}
+        self.pitch = _HIGH + (18 if messages else _GAP)
+        self.left = 78 if max(map(len, self.stages)) < 2 else 110
+        self.right = self.left + total * self.scale
+        self.bottom = _TOP + self.pitch * self.ranks - (self.pitch - _HIGH)
+        self.width = math.ceil(max(self.right + 132, 560))
+        self.height = math.ceil(self.bottom + 74)
+
+    def _letters(self, kind: str) -> float:
+        """The size of the numbers in the boxes of a kind, the same for all of them."""
+        fits = [
+            (self.scale * (span.stop - span.start) - 5) / (0.61 * len(_number(span.action)))
+            for span in all_drawn(self.timeline)
+            if span.action.kind == kind
+        ]
+        return math.floor(2 * min(12, *fits)) / 2
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.scale
+
+    def y(self, rank: int) -> float:
+        return _TOP + self.pitch * rank
+
+    def draw(self) -> str:
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}"'
+            f' height="{self.height}" font-family="{_FONT}" font-size="12" role="img">',
+            f"<title>{escape(self.title)}</title>",
+            f"<desc>{escape(describe(self.timeline))}</desc>",
+            '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            '<rect width="6" height="6" fill="#f5f7fa"/><rect width="1.2" height="6" fill="#d5dbe1"/></pattern></defs>',
+            f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{self.height - 1}" rx="8" fill="#ffffff"'
+            f' stroke="{_LINE}"/>',
+            _write(16, 28, self.title, size=15, weight="bold"),
+            *self._legend(),
+            *self._axis(),
+        ]
+        for rank, spans in enumerate(self.timeline.spans):
+            parts += self._lane(rank, spans)
+        if self.messages:
+            parts += self._arrows()
+        parts.append(_write(16, self.height - 16, describe(self.timeline), _QUIET))
+        return "\n".join([*parts, "</svg>"]) + "\n"
+
+    def _legend(self) -> list[str]:
+        split = "W" in self.kinds
+        names = {
+            "F": "forward",
+            "B": "backward of inputs" if split else "backward",
+            "W": "backward of weights",
+        }
+        x, y, parts = 16.0, 42, []
+        for kind in self.kinds:
+            shades = max(map(len, self.stages))
+            for chunk in range(min(shades, 4)):
+                fill = self._fill(kind, chunk if shades <= 4 else chunk * (shades - 1) // 3)
+                parts.append(f'<rect x="{x:g}" y="{y}" width="14" height="14" rx="2" fill="{fill}"/>')
+                x += 15
+            parts.append(_write(x + 4, y + 11.5, names[kind], _QUIET))
+            x += 24 + 7.25 * len(names[kind])
+        parts.append(f'<rect x="{x:g}" y="{y}" width="14" height="14" fill="url(#idle)"/>')
+        parts.append(_write(x + 19, y + 11.5, "idle", _QUIET))
+        x += 68
+        if any(self.updates):
+            parts.append(f'<path d="M{x + 7:g} {y - 1} v16" stroke="{_TEXT}" stroke-width="2.5"/>')
+            parts.append(_write(x + 15, y + 11.5, "update", _QUIET))
+        return parts
+
+    def _fill(self, kind: str, chunk: int) -> str:
+        """The shade of a rank's chunk-th stage."""
+        low, high = _SHADES[kind]
+        most = max(map(len, self.stages)) - 1
+        return _mix(low, high, chunk / most if most else 0.35)
+
+    def _axis(self) -> list[str]:
+        """Lines and numbers of time, and the heads of the columns at the right."""
+        step = round_up(46 / self.scale)
+        end = self.timeline.makespan
+        parts = []
+        for tick in range(math.floor(end / step) + 1):
+            time = tick * step
+            if time and (end - time) * self.scale < 34 and time < end:
+                continue  # the number at the end stands there
+            parts.append(self._tick(time))
+        if end % step > 1e-9 * end:
+            parts.append(self._tick(end))
+        parts.append(_write(16, self.bottom + 24, "time", _QUIET))
+        parts.append(_write(self.right + 44, _TOP - 8, "idle", _QUIET, "end", 11))
+        parts.append(_write(self.right + 120, _TOP - 8, "in flight", _QUIET, "end", 11))
+        return parts
+
+    def _tick(self, time: float) -> str:
+        x = self.x(time)
+        line = f'<path d="M{x:.4g} {_TOP - 4} V{self.bottom + 8}" stroke="{_LINE}" stroke-width="0.8"/>'
+        return line + _write(x, self.bottom + 24, f"{time:.4g}", _QUIET, "middle", 11)
+
+    def _lane(self, rank: int, spans: Sequence[Span]) -> list[str]:
+        y, total = self.y(rank), self.timeline.makespan * self.scale
+        parts = [_write(16, y + 20, f"rank {rank}", _QUIET)]
+        if len(self.stages[rank]) > 1:
+            parts[0] = _write(16, y + 13, f"rank {rank}", _QUIET)
+            parts.append(_write(16, y + 26, f"stages {_listed(self.stages[rank])}", _QUIET, size=10))
+        parts.append(f'<rect x="{self.left}" y="{y}" width="{total:.6g}" height="{_HIGH}" fill="url(#idle)"/>')
+        parts += [self._box(rank, span) for span in drawn(spans)]
+        for time in self.updates[rank]:
+            parts.append(f'<path d="M{self.x(time):.6g} {y - 3} v{_HIGH + 6}" stroke="{_TEXT}" stroke-width="2.5"/>')
+        parts.append(_write(self.right + 44, y + 20, f"{self.timeline.idle[rank]:.4g}", _TEXT, "end"))
+        parts.append(_write(self.right + 120, y + 20, f"{self.timeline.peak_micros[rank]}", _TEXT, "end"))
+        return parts
+
+    def _box(self, rank: int, span: Span) -> str:
+        action, x, y = span.action, self.x(span.start), self.y(rank)
+        wide = (span.stop - span.start) * self.scale
+        size = self.sizes[action.kind]
+        fill = self._fill(action.kind, self.stages[rank].index(action.stage))
+        box = f'<rect x="{x + 0.5:.6g}" y="{y}" width="{wide - 1:.6g}" height="{_HIGH}" rx="2.5" fill="{fill}"/>'
+        if size >= 6:
+            box += _write(x + wide / 2, y + 19.5, _number(action), _ON[action.kind], "middle", size)
+        return f"<g><title>{action}: {span.start:.6g} to {span.stop:.6g}</title>{box}</g>"
+
+    def _arrows(self) -> list[str]:
+        """An arrow for each message between ranks whose lanes are neighbours; longer ones would cross the boxes."""
+        places = {span.action: (rank, span) for rank, spans in enumerate(self.timeline.spans) for span in drawn(spans)}
+        parts = []
+        for action, (rank, span) in places.items():
+            there = places.get(action._replace(stage=action.stage + (1 if action.kind == "F" else -1)))
+            if action.kind == "W" or there is None or abs(there[0] - rank) != 1:
+                continue
+            down = 1 if there[0] > rank else -1
+            # Away from the corners of both boxes, so that a message that takes no time is still seen to lean forward.
+            x, y = self.x(span.stop) - 4, self.y(rank) + (_HIGH + 1 if down > 0 else -1)
+            to, end = self.x(there[1].start) + 4, self.y(there[0]) + (-1 if down > 0 else _HIGH + 1)
+            along = 5 / math.hypot(to - x, end - y)  # the head is 5 pixels long and as wide
+            u, v = (to - x) * along, (end - y) * along
+            left, right = (to - u - v / 2, end - v + u / 2), (to - u + v / 2, end - v - u / 2)
+            head = f"M{left[0]:.5g} {left[1]:.5g}L{to:.5g} {end:g}L{right[0]:.5g} {right[1]:.5g}"
+            parts.append(f"M{x:.5g} {y:g}L{to:.5g} {end:g}{head}")
+        return [f'<path d="{" ".join(parts)}" fill="none" stroke="{_QUIET}" stroke-width="1"/>']
+
+
+def _number(action: Action) -> str:
+    return f"{action.micro}" if action.part is None else f"{action.micro}.{action.part}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers)) if len(numbers) <= 3 else f"{numbers[0]},{numbers[1]}..{numbers[-1]}"
+
+
+def _mix(low: str, high: str, share: float) -> str:
+    """The colour at a share of the way between two."""
+    pairs = ((int(low[i : i + 2], 16), int(high[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in pairs)
+
+
+def _write(
+    x: float, y: float, text: str, fill: str = _TEXT, anchor: str = "start", size: float = 12, weight: str = ""
+) -> str:
+    more = (f' text-anchor="{anchor}"' if anchor != "start" else "") + (f' font-size="{size:g}"' if size != 12 else "")
+    more += f' font-weight="{weight}"' if weight else ""
+    return f'<text x="{x:.6g}" y="{y:g}" fill="{fill}"{more}>{escape(text, quote=False)}</text>'

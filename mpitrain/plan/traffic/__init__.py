@@ -1,0 +1,48 @@
+"""Bytes that a rank sends in a step of training a GPT, predicted: every message has a line and every line a formula.
+
+    print(traffic(Step(GPTConfig(...), batch=8, dp=2, tp=2)).table())
+
+The same lines can be measured: a `debug.ledger.Ledger` adds up what a rank sent by place in the model, and `cause_of`
+says for which of these causes a place sends.  The two agree to the byte.
+
+Letters are those of the papers: L layers of a rank, h width, s tokens of a sequence that a rank holds, b sequences of a
+micro-batch, m micro-batches, v stages of a rank; d, c, t, p ranks on dp, cp, tp, pp; beta bytes of an element.  By the
+algorithm that sends least, a call of payload S sends
+
+    all_reduce  2 (n-1)/n S      reduce_scatter, all_gather, all_to_all  (n-1)/n S      send, shift  S
+
+where S is the larger side: the array to be scattered, the array that was gathered.
+
+    step.py      the sizes, as one rank sees them          messages.py   the formulas, with the papers
+    lines.py     lines, their sums, the text               causes.py     which line a measured message belongs to
+"""
+
+from __future__ import annotations
+
+from mpitrain.plan.traffic.causes import cause_of
+from mpitrain.plan.traffic.lines import FACTOR, Line, Traffic
+from mpitrain.plan.traffic.messages import (
+    DATA,
+    DATA_AND_TP,
+    agreement,
+    context_parallel,
+    count,
+    gradients,
+    parameters,
+    pipeline,
+    tensor_parallel,
+)
+from mpitrain.plan.traffic.step import Step
+
+__all__ = ["DATA", "DATA_AND_TP", "FACTOR", "Line", "Step", "Traffic", "cause_of", "parameters", "traffic"]
+
+
+def traffic(step: Step) -> Traffic:
+    """Every message that one rank sends in one step, or in the steps of a row (`Step.row`).
+
+    Gradients are taken to leave in one message for each set of axes; a reducer with buckets sends the same bytes in
+    more calls.
+    """
+    parts = (tensor_parallel, context_parallel, pipeline, gradients, count)
+    lines = [line._replace(calls=step.row * line.calls) for part in parts for line in part(step)]
+    return Traffic(tuple(line for line in (*lines, *agreement(step)) if line.n > 1 and line.calls), step.row)

@@ -1,0 +1,166 @@
+"""A step of training as one rank sees it: the sizes from which its messages follow, by the letters of the papers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpitrain.errors import ConfigError
+from mpitrain.kernels.blocks import wide
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.parallel.context import KINDS
+from mpitrain.pipeline.partition import Partition, balance
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of training, seen from one rank.
+
+    Attributes:
+        sizes: of the model; sequences are as long as it allows.
+        batch: sequences of the global batch.
+        microbatches: parts in which a rank works on its share of them.
+        dtype: of weights, activations and gradients.
+        dp: ranks over which the batch is divided.
+        tp: ranks over which layers and vocabulary are cut.
+        cp: ranks over which each sequence is cut.
+        sequence_parallel: the stream between tensor-parallel regions is cut over tp, along the sequence.
+        cp_attention: ring, ulysses or rsa.
+        tp_rank: which rank of tp; where the vocabulary does not divide, the last ones hold less of it.
+        pp: ranks of a pipeline; stage q is on rank q mod pp.
+        pp_rank: which of them.
+        partition: blocks of each stage, of all of which the pipeline may have several a rank; None: one stage a rank,
+            with as many blocks each as that goes.
+        slices: lengths into which each sequence is cut (TeraPipe); None: sequences stay whole.
+        row: steps of a row at whose end loss and norm of all are agreed on at once, as in a pipeline that never drains
+            and does not clip; what is sent is then told of the whole row.  1: each step agrees.
+
+    Raises:
+        ConfigError: sizes do not divide, there is no such attention, or slices stand with another cut of sequences.
+    """
+
+    sizes: GPTConfig
+    batch: int
+    microbatches: int = 1
+    dtype: Any = np.float32
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    cp_attention: str = "ring"
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    partition: Partition | None = None
+    slices: tuple[int, ...] | None = None
+    row: int = 1
+
+    def __post_init__(self) -> None:
+        sizes, groups = self.sizes, self.sizes.groups
+        fewer, more = sorted((groups, self.tp))
+        stages = self.pp if self.partition is None else self.partition.stages
+        for what, amount, parts, why in (
+            ("batch", self.batch, self.dp * self.microbatches, "dp x micro-batches"),
+            ("seq_len", sizes.seq_len, self.cp * (self.tp if self.is_cut else 1), "parts of a sequence"),
+            ("width", sizes.width, sizes.heads, "heads"),
+            ("heads", sizes.heads, groups, "heads of keys and values"),
+            ("heads", sizes.heads, self.tp, "ranks of tp"),
+            ("tp and heads of keys and values: the larger,", more, fewer, "the smaller"),
+            ("stages", stages, self.pp, "ranks of pp"),
+        ):
+            if parts < 1 or amount < 1 or amount % parts:
+                raise ConfigError(f"{what} {amount} is not divisible by {parts} ({why})")
+        if self.cp_attention not in KINDS:
+            raise ConfigError(f"context attention {self.cp_attention!r} is not known; known: {', '.join(KINDS)}")
+        if not 0 <= self.pp_rank < self.pp:
+            raise ConfigError(f"there is no rank {self.pp_rank} of pp: it has {self.pp}")
+        if self.partition is not None and self.partition.blocks != sizes.layers:
+            raise ConfigError(f"a partition of {self.partition.blocks} blocks for a model of {sizes.layers} layers")
+        if self.row < 1:
+            raise ConfigError(f"a row of {self.row} steps: it has at least 1")
+        self._check_slices()
+
+    def _check_slices(self) -> None:
+        if self.slices is None:
+            return
+        if min(self.slices, default=0) < 1 or sum(self.slices) != self.sizes.seq_len:
+            shown = " + ".join(map(str, self.slices)) or "none"
+            raise ConfigError(f"slices of {shown} tokens are not those of a sequence of {self.sizes.seq_len}")
+        if self.cp > 1 or self.is_cut:
+            raise ConfigError("slices go together with dp and tp, not with cp or sequence parallelism")
+
+    # Who has what.
+
+    @property
+    def stages(self) -> range:
+        """The numbers of this rank's stages."""
+        return range(self.pp_rank, self._partition.stages, self.pp)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks on this rank; L / p where they divide."""
+        return sum(self._partition.layers[stage] for stage in self.stages)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding is on this rank."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is on this rank."""
+        return self.pp_rank == self.pp - 1
+
+    @cached_property
+    def _partition(self) -> Partition:
+        return balance([1.0] * self.sizes.layers, self.pp) if self.partition is None else self.partition
+
+    # The letters of the formulas.
+
+    @property
+    def b(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.batch // (self.dp * self.microbatches)
+
+    @property
+    def s(self) -> int:
+        """Tokens of a sequence that a rank holds."""
+        return self.sizes.seq_len // self.cp
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a sequence with which a rank works at a time: those of each slice."""
+        return (self.s,) if self.slices is None else self.slices
+
+    @property
+    def v(self) -> int:
+        """Stages of a rank."""
+        return len(self.stages)
+
+    @property
+    def beta(self) -> int:
+        """Bytes of an element of the stream, a weight or a gradient."""
+        return int(np.dtype(self.dtype).itemsize)
+
+    @property
+    def beta_wide(self) -> int:
+        """Bytes of a number in which sums are taken: at least four."""
+        return int(np.dtype(wide(np.dtype(self.dtype))).itemsize)
+
+    @property
+    def h(self) -> int:
+        """Width of the queries of this rank's heads."""
+        return self.sizes.width // self.tp
+
+    @property
+    def h_kv(self) -> int:
+        """Width of the keys that this rank holds, at least one head; of the values, too."""
+        return max(1, self.sizes.groups // self.tp) * (self.sizes.width // self.sizes.heads)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the stream is cut over tp, which it is not over one rank."""
+        return self.sequence_parallel and self.tp > 1

@@ -1,0 +1,102 @@
+"""What `mpitrain schedule` says of a schedule: its table, the figures of each rank, and those of the whole."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from mpitrain.pipeline import render
+from mpitrain.pipeline.action import Schedule, placement
+from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.simulate import Checked, Costs, Timeline
+from mpitrain.pipeline.versions import live_versions, versions_of
+from mpitrain.schedule.source import Asked
+
+
+def list_of_schedules() -> str:
+    """All names with a line each."""
+    width = max(map(len, SCHEDULES))
+    lines = [f"  {kind.name:<{width}}  {kind.meaning} ({kind.paper})" for kind in SCHEDULES.values()]
+    stale = " and ".join(kind.name for kind in SCHEDULES.values() if kind.versions is not None)
+    return "\n".join(
+        [
+            "Pipeline schedules:",
+            *lines,
+            "",
+            f"{stale} use older weights: that is another algorithm, not only another order.",
+            "mpitrain schedule NAME draws one, mpitrain schedule --file FILE checks one of yours; --help says more.",
+        ]
+    )
+
+
+def report(asked: Asked, timeline: Timeline, checked: Checked, costs: Costs, width: int) -> str:
+    """All that is printed."""
+    parts = [f"{asked.title}\n{_costs(timeline, costs)}", render.text(timeline, width), _ranks(asked, timeline)]
+    if asked.versions is not None:
+        parts.append(_versions(asked.rows, asked.versions, width))
+    ideal = sum(timeline.busy) / len(timeline.busy)
+    relative = f", {100 * (timeline.makespan - ideal) / ideal:.1f} % of the ideal {_number(ideal)}" if ideal else ""
+    hang = "would do"
+    if checked.blocking_hang is not None:
+        hang = f"would hang: {checked.blocking_hang.removeprefix('deadlock: ')}"
+    whole = {
+        "makespan": _number(timeline.makespan),
+        "bubble": f"{100 * timeline.bubble:.1f} % of the makespan{relative}",
+        "blocking sends": hang,
+    }
+    lines = (textwrap.wrap(f"{name:<16}{said}", width, subsequent_indent=" " * 16) for name, said in whole.items())
+    parts.append("\n".join(line for wrapped in lines for line in wrapped))
+    return "\n\n".join(parts)
+
+
+def _costs(timeline: Timeline, costs: Costs) -> str:
+    def said(cost: float | Sequence[float]) -> str:
+        return ":".join(map(_number, cost)) if isinstance(cost, Sequence) else _number(cost)
+
+    parts = [f"F takes {said(costs.f)}"]
+    if any(span.action.kind == "W" for spans in timeline.spans for span in spans):
+        parts += [f"B {said(costs.b)}", f"W {said(costs.w)}"]
+    elif isinstance(costs.b, Sequence) or isinstance(costs.w, Sequence):
+        parts.append(f"B {said(costs.b)} + {said(costs.w)}")
+    else:
+        parts.append(f"B {_number(costs.b + costs.w)}")
+    if costs.message:
+        parts.append(f"a message {_number(costs.message)}")
+    return ", ".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _ranks(asked: Asked, timeline: Timeline) -> str:
+    """A line for each rank."""
+    ranks = range(len(asked.rows))
+    place = placement(asked.rows)
+    columns = [
+        ("rank", [str(rank) for rank in ranks]),
+        ("stage", [",".join(str(stage) for stage, on in enumerate(place) if on == rank) for rank in ranks]),
+        ("busy", [_number(time) for time in timeline.busy]),
+        ("idle", [_number(time) for time in timeline.idle]),
+        ("in flight", [str(peak) for peak in timeline.peak_micros]),
+    ]
+    if asked.versions is not None:
+        columns.append(("versions", [str(live) for live in live_versions(asked.rows, asked.versions)]))
+    if timeline.peak_bytes is not None:
+        columns.append(("bytes in flight", [f"{size:,}" for size in timeline.peak_bytes]))
+    widths = [max(map(len, [head, *cells])) for head, cells in columns]
+    lines = zip(*([head, *cells] for head, cells in columns), strict=True)
+    return "\n".join("   ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def _versions(rows: Schedule, rule: str, width: int) -> str:
+    """Which version of its weights a stage uses for each micro-batch, as far as a line goes."""
+    used = versions_of(rows, rule)
+    cell = len(str(max(map(max, used)))) + 1
+    left = len(f"stage {len(used) - 1}")
+    room = max(1, (width - left - 5) // cell)
+    lines = ["version of the weights, forward and backward, by micro-batch"]
+    for stage, versions in enumerate(used):
+        more = " ..." if len(versions) > room else ""
+        lines.append(f"stage {stage}".ljust(left) + "|" + "".join(f"{v:>{cell}}" for v in versions[:room]) + more)
+    return "\n".join(lines)

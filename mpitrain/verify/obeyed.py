@@ -1,0 +1,94 @@
+"""Has a script run the layout that it was told?  What was not run is not proven.
+
+    mesh        the sizes of its axes, as it began
+    ways        the ops that sent in its forwards, by axis
+    schedule    the order in which its ranks computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpitrain.debug.capture import Record
+from mpitrain.errors import ScheduleError
+from mpitrain.pipeline.action import Row, parse_row, row_text
+from mpitrain.pipeline.schedules import compute_rows
+from mpitrain.verify.launch import Run
+from mpitrain.verify.layouts import COUNTS, WAYS, Layout
+
+SHOWN = 60  # characters of a row
+
+
+def disobeyed(layout: Layout, run: Run) -> str:
+    """What the script did in place of what it was told, in a line; empty if it did as told, or did not get so far."""
+    ranks = [list(_beginning(run, rank)) for rank in range(max(1, run.ranks))]
+    return _other_mesh(layout, ranks) or _other_way(layout, ranks) or _other_schedule(layout, ranks)
+
+
+def _beginning(run: Run, rank: int) -> list[Record]:
+    """The records of a rank without their arrays."""
+    return [Record(record.facts, {}) for record in run.records()[rank]]
+
+
+def _other_mesh(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
+    for records in ranks:
+        if not records:
+            continue
+        sizes: dict[str, Any] = dict(records[0].facts["sizes"])
+        sizes["dp"] = sizes.pop("edp") * sizes.pop("ep")
+        if any(size != dict(layout.axes).get(axis, 1) for axis, size in sizes.items()):
+            grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+            return f"the script did not obey {' '.join(layout.flags)}: its mesh was {grid}"
+    return ""
+
+
+def _steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
+    return [record.facts for record in records if record.facts["is"] == "step"]
+
+
+def _other_way(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
+    """Whether an axis has worked in another way; a stage that holds no block sends nothing, so all ranks are asked."""
+    told = [way for way in map(WAYS.__getitem__, layout.simple.ways) if way.ops]
+    steps = [facts for records in ranks for facts in _steps(records)]
+    sent = {(op, axis) for facts in steps for op, axis in facts["sent"]}
+    for way in told if steps else ():
+        if not any((op, way.axis) in sent for op in way.ops):
+            return f"the script did not obey {' '.join(way.flags)}: it called no {' or '.join(way.ops)} over {way.axis}"
+    return ""
+
+
+def _other_schedule(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
+    """Whether the stages have worked in another order than that of the schedule, in the first step."""
+    name = layout.schedule
+    if not name or any(not _steps(records) for records in ranks):
+        return ""
+    seen = [
+        (records[0].facts["coords"]["pp"], parse_row(_steps(records)[0]["compute"])) for records in ranks
+    ]
+    every = [action for _, row in seen for action in row]
+    pp = layout.sizes["pp"]
+    chunks = (1 + max(action.stage for action in every)) // pp
+    slices = 1 + max(action.part or 0 for action in every)
+    flags = " ".join(layout.simple._with({"pp": pp}, layout.ways).flags[2:])
+    for letter, has in (("v", chunks), ("s", slices)):
+        count = COUNTS[letter]
+        wanted = dict(layout.counts).get(letter)
+        if name == count.way and (has < 2 if wanted is None else has != wanted):
+            return f"the script did not obey {flags}: it had {has} {count.meaning}"
+    micros = len({action.micro for action in every})
+    try:
+        rows = compute_rows(name, ranks=pp, microbatches=micros, chunks=chunks, slices=slices)
+    except ScheduleError as error:
+        return f"the script did not obey {flags}: its stages worked in an order that is none of it ({error})"
+    for index, row in seen:
+        if row != rows[index]:
+            return (
+                f"the script did not obey {flags}: stage {index} computed {_shown(row)}, not {_shown(rows[index])}"
+            )
+    return ""
+
+
+def _shown(row: Row) -> str:
+    text = row_text(row)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN].rpartition(' ')[0]} ..."
