@@ -117,6 +117,31 @@ def layouts(options: Options) -> Data:
         return take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same, watch=True)
 
 
+PIPELINES: dict[str, dict[str, Any]] = {
+    "dp 2": {},
+    "dp 2, 4 micro-batches": {"microbatches": 4},
+    **{
+        f"{name}, m {m}": {"pp": 2, "schedule": name, "chunks": chunks, "microbatches": m}
+        for m in (8, 16)
+        for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
+    },
+}
+"""Ways to share S and 32 sequences out by two ranks: half of the sequences each, or half of the layers.
+
+Two replicas may take their 16 sequences at once, or 4 at a time as the pipelines of 8 micro-batches do; what is faster
+there counts.
+"""
+
+
+def pipelines(options: Options) -> Data:
+    """S on two ranks, the same global batch of 32, as replicas and in pipelines."""
+    sides = [("mpitrain", task("S", ranks=2, batch=32)._replace(**layout), {}) for layout in PIPELINES.values()]
+    with on_cores(2), alive(*sides) as started:
+        turns = {name: Turn(processes) for name, processes in zip(PIPELINES, started, strict=True)}
+        same = [(name, "dp 2") for name in PIPELINES if name != "dp 2"]
+        return take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same, watch=True)
+
+
 @contextlib.contextmanager
 def on_cores(number: int) -> Iterator[None]:
     """Whatever is started inside runs on so many cores, if there are more."""
@@ -157,6 +182,8 @@ MEASUREMENTS: dict[str, Callable[[Options], Data]] = {
     "two ranks": two_ranks,
     "many ranks": many_ranks,
     "layouts": layouts,
+    "pipelines": pipelines,
+    "bubbles": lambda options: child("pipeline_bubble.py", options, ranks=2),
     "memory S": lambda options: peak_memory.measure("S", rounds=options.rounds),
     "memory M": lambda options: peak_memory.measure("M", rounds=options.rounds),
     "first line": lambda options: first_line.measure(options.rounds),

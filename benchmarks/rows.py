@@ -166,6 +166,55 @@ def against_replicas(*sides: str) -> Callable[[Data], Figure]:
     return figure
 
 
+def against_faster_replicas(*sides: str, time: bool = False) -> Callable[[Data], Figure]:
+    """Tokens/s of the best of some pipelines over those of two replicas, or the time of a step over theirs.
+
+    Of the two ways to train the replicas the one counts that is faster in the median.  The others stand in the note.
+    """
+
+    def figure(data: Data) -> Figure:
+        ms = {name: column(data, name, "ms_per_step") for name in data["rounds"]}
+        replicas = min((name for name in ms if name.startswith("dp 2")), key=lambda name: statistics.median(ms[name]))
+
+        def ratios(name: str) -> list[float]:
+            return divided(ms[name], ms[replicas]) if time else divided(ms[replicas], ms[name])
+
+        best = min(sides, key=lambda name: statistics.median(ms[name]))
+        micros = best.partition(", ")[2]
+        others = [name for name in ms if name != best and name.endswith(f", {micros}")]
+        words = [best, *(f"{name} {statistics.median(ratios(name)):.3f}" for name in others)]
+        stood = {name: statistics.median(column(data, name, "in_messages")) for name in (best, replicas)}
+        words.append(f"in messages, waiting included: {', '.join(f'{k} {100 * s:.0f} %' for k, s in stood.items())}")
+        texts = [f"{statistics.median(ms[name]):.0f} ms a step" for name in (best, replicas)]
+        return spread(ratios(best), mine=texts[0], note=f"{replicas}: {texts[1]}; {'; '.join(words)}")
+
+    return figure
+
+
+def bubbles(data: Data) -> Figure:
+    """The largest distance of a schedule's bubble to its formula, of the medians over all steps."""
+    medians = {
+        name: {key: statistics.median(step[key] for step in steps) for key in ("measured", "formula", "simulated")}
+        for name, steps in data["schedules"].items()
+    }
+    far = {name: abs(found["measured"] - found["formula"]) for name, found in medians.items()}
+    words = [
+        f"{name} {100 * found['measured']:.1f} % (formula {100 * found['formula']:.1f}, simulated"
+        f" {100 * found['simulated']:.1f})"
+        for name, found in medians.items()
+    ]
+    return spread(
+        list(far.values()), note=f"least and greatest are those of the schedules; {', '.join(words)}"
+    )._replace(value=max(far.values()))
+
+
+def bubble_over_1f1b(data: Data) -> Figure:
+    """Of zb-h1, round by round."""
+    mine, other = ([step["measured"] for step in data["schedules"][name]] for name in ("zb-h1", "1f1b"))
+    texts = [f"{100 * statistics.median(side):.1f} %" for side in (mine, other)]
+    return spread(divided(mine, other), mine=texts[0], note=f"1f1b {texts[1]}")
+
+
 def memory(data: Data) -> Figure:
     def of(side: str, kind: str) -> list[float]:
         return [run[kind] for run in data["rounds"][side]]
@@ -263,6 +312,36 @@ ROWS = (
         None,
     ),
     Row("cp", "cp 2 against dp 2, S, same global batch, 2 cores", "layouts", against_replicas("cp 2"), 0.80, None),
+    Row(
+        "pp",
+        "time of a step, pp 2 with 1f1b, m = 8, over dp 2, S, batch 32, 2 cores",
+        "pipelines",
+        against_faster_replicas("1f1b, m 8", time=True),
+        1.18,
+        1.125,
+        False,
+    ),
+    Row(
+        "pp-better",
+        "time of a step, pp 2 with interleaved (v = 2) or zb-h1, m = 8, over dp 2",
+        "pipelines",
+        against_faster_replicas("interleaved, m 8", "zb-h1, m 8", time=True),
+        1.11,
+        1.0625,
+        False,
+    ),
+    Row(
+        "pp-16",
+        "tokens/s, pp 2 with 1f1b, m = 16, over dp 2",
+        "pipelines",
+        against_faster_replicas("1f1b, m 16"),
+        0.85,
+        0.94,
+    ),
+    Row(
+        "bubble", "bubble measured, distance to its formula, worst schedule", "bubbles", bubbles, 0.03, 0.01, False, "%"
+    ),
+    Row("bubble-zb", "bubble of zb-h1 over that of 1f1b", "bubbles", bubble_over_1f1b, 1.0, 0.5, False),
     Row("faults", "page faults a step", "S", page_faults, 10, 0, False, "faults"),
     Row("memory-S", "peak memory, S, against PyTorch", "memory S", memory, 0.7, 0.5, False),
     Row("memory-M", "peak memory, M, against PyTorch", "memory M", memory, 0.85, 0.65, False),

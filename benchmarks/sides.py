@@ -41,8 +41,9 @@ SIZES = {
 class Task(NamedTuple):
     """What both sides train.
 
-    batch: sequences of the global batch; ranks: processes of each side; tp, cp, sequence_parallel: how mpitrain lays
-    the model over them, dp being what is left.
+    batch: sequences of the global batch; ranks: processes of each side; tp, cp, pp, sequence_parallel: how mpitrain lays
+    the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule, chunks: of
+    the pipeline.
     """
 
     layers: int
@@ -56,6 +57,10 @@ class Task(NamedTuple):
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
+    pp: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
 
     @property
     def config(self) -> GPTConfig:
@@ -99,17 +104,20 @@ def mpitrain_side(task: Task) -> Side:
     from mpitrain.models.gpt import GPT
     from mpitrain.optim import AdamW
     from mpitrain.pipeline.executor import Executor
-    from mpitrain.pipeline.passes import with_update
-    from mpitrain.pipeline.schedules import one_stage
+    from mpitrain.pipeline.partition import balance
+    from mpitrain.pipeline.passes import complete
 
     everyone = world()
     assert everyone.size == task.ranks, (everyone.size, task.ranks)
     before_model = resident("VmRSS")
-    mesh = Mesh(everyone, tp=task.tp, cp=task.cp)
-    layout = {"sequence_parallel": task.sequence_parallel}
+    mesh = Mesh(everyone, tp=task.tp, cp=task.cp, pp=task.pp)
+    embedding, block, head = task.config.flops_of_parts
+    partition = balance([block] * task.layers, task.pp * task.chunks, first=embedding, last=head)
+    layout = {"sequence_parallel": task.sequence_parallel, "partition": partition}
     model = GPT(task.config, mesh, seed=SEED, dtype=np.dtype(task.dtype), **layout)
     optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    executor = Executor(model, optimizer, mesh, with_update(one_stage(1)), clip=CLIP)
+    rows = complete(task.schedule, ranks=task.pp, microbatches=task.microbatches, chunks=task.chunks)
+    executor = Executor(model, optimizer, mesh, rows, clip=CLIP)
     return Side(
         (mesh.dp.rank, mesh.dp.size),
         model.positions_here,

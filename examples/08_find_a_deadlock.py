@@ -15,7 +15,7 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import world
 from mpitrain.errors import CommError, ScheduleError
-from mpitrain.pipeline.action import Row, Schedule, parse_row
+from mpitrain.pipeline.action import Action, Row, Schedule, parse_row, row_text
 from mpitrain.pipeline.passes import with_messages, with_update
 from mpitrain.pipeline.simulate import check
 
@@ -44,20 +44,20 @@ def sample(micro: int) -> np.ndarray:
     return np.random.default_rng(100 + micro).normal(size=(WIDTH, SAMPLES))
 
 
-def run(row: Row, ranks: Communicator, waits: bool) -> np.ndarray:
-    """Do a row's actions on the surrounding rank, which is also the number of its stage; the gradient of W.
+def run(row: Row, ranks: Communicator, waits: bool, at: dict[int, Action]) -> np.ndarray:
+    """Do a row's actions on a rank, whose number is also that of its stage; the gradient of W.
 
-    If `waits`, a send is over when its receiver has taken it: it waits for an empty message back.
+    If `waits`, a send ends when its receiver has taken it and says so.  `at` is told what the rank is doing.
     """
     w, total = weight(ranks.rank), np.zeros((WIDTH, WIDTH))
     other, made, arrived = 1 - ranks.rank, {}, {}
     for action in row:
-        kind, micro = action.kind, action.micro
+        kind, micro, _, _ = at[ranks.rank] = action
         match kind:
             case "F":
-                x = sample(micro) if ranks.rank == 0 else arrived["F", micro]
-                made["F", micro] = np.tanh(w @ x)
-                arrived["F", micro] = x
+                if ranks.rank == 0:
+                    arrived["F", micro] = sample(micro)
+                made["F", micro] = np.tanh(w @ arrived["F", micro])
             case "B":
                 y = made["F", micro]
                 dz = (y if ranks.rank == 1 else arrived["B", micro]) * (1 - y * y)
@@ -74,13 +74,13 @@ def run(row: Row, ranks: Communicator, waits: bool) -> np.ndarray:
     return total
 
 
-def on_two_ranks(rows: Schedule, waits: bool) -> tuple[str, list[np.ndarray]]:
-    """What happens when two ranks run the rows, and the gradients if they come to an end."""
+def on_two_ranks(rows: Schedule, waits: bool) -> tuple[str | None, list[np.ndarray]]:
+    """Two ranks run the rows: where they hang, if they do, else the gradients."""
+    at: dict[int, Action] = {}
     try:
-        return "comes to its end", LocalWorld(2).run(lambda: run(rows[world().rank], world(), waits))
-    except CommError as error:  # threads of one process: a deadlock is seen at once, not after a time-out
-        places = str(error).partition(": ")[2].split("; ")
-        return "hangs:\n" + "\n".join(f"        {place.partition(' at ')[0]}" for place in places), []
+        return None, LocalWorld(2).run(lambda: run(rows[world().rank], world(), waits, at))
+    except CommError:  # ranks that are threads of one process: a deadlock is seen at once, not after a time limit
+        return "deadlock: " + "; ".join(f"rank {rank} at {at[rank]}" for rank in range(2)), []
 
 
 def main() -> float:
@@ -90,27 +90,28 @@ def main() -> float:
         x = sample(micro)
         h = np.tanh(weight(0) @ x)
         y = np.tanh(weight(1) @ h)
-        dy = y * (1 - y * y)
-        serial[1] += dy @ h.T
-        serial[0] += (weight(1).T @ dy * (1 - h * h)) @ x.T
+        dz = y * (1 - y * y)
+        serial[1] += dz @ h.T
+        serial[0] += (weight(1).T @ dz * (1 - h * h)) @ x.T
 
     worst = 0.0
-    for name, text in (("crossed", CROSSED), ("both send", BOTH_SEND), ("repaired", REPAIRED)):
+    for name, text in (("Crossed", CROSSED), ("Both send", BOTH_SEND), ("Repaired", REPAIRED)):
         rows = [parse_row(line) for line in text.splitlines()]
-        if "SEND" not in text:
-            rows = with_messages(rows)
-        print(f"{name}\n    the checker:  ", end="")
+        rows = rows if "SEND" in text else with_messages(rows)
         try:
-            hang = check(with_update(rows)).blocking_hang
-            print("can run; with blocking sends, " + (f"a {hang}" if hang else "too"))
+            found = {False: None, True: check(with_update(rows)).blocking_hang}
         except ScheduleError as error:
-            print(error)
-        for kind, waits in (("sends that go on", False), ("sends that wait ", True)):
-            what, gradients = on_two_ranks(rows, waits)
-            print(f"    {kind}: {what}")
+            found = dict.fromkeys((False, True), str(error))
+        print(name, *(f"    {row_text(row)}" for row in rows), sep="\n")
+        for waits, kind in ((False, "sends go on"), (True, "sends wait")):
+            happened, gradients = on_two_ranks(rows, waits)
+            print(f"    {kind + ', says the checker:':<31} {found[waits] or 'it can run'}")
+            print(f"    {kind + ', on two ranks:':<31} {happened or 'it ran'}")
+            assert happened == found[waits]
             for mine, theirs in zip(gradients, serial, strict=False):
                 worst = max(worst, float(np.abs(mine - theirs).max() / np.abs(theirs).max()))
-    print(f"\nlargest difference of a value or gradient to those of one process: {worst:.1e}")
+        print()
+    print(f"largest difference of a value or gradient to those of one process: {worst:.1e}")
     assert worst < 1e-12, worst
     return worst
 

@@ -19,6 +19,7 @@ from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
 from mpitrain.errors import DataError
 from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.profile import measured_costs
 from mpitrain.optim.adam import AdamW
 from mpitrain.optim.lr import warmup_cosine, warmup_updates
 from mpitrain.optim.optimizer import Optimizer
@@ -29,6 +30,7 @@ from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.pipeline.passes import complete
 from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.slicing import equal_cost_slices
 
 
 def run_folder(config: Config, world: World) -> Path:
@@ -110,8 +112,6 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
         case "flops":
             embedding, block, head = sizes.flops_of_parts
         case "measured" if stages > 1:
-            from mpitrain.models.profile import measured_costs
-
             rows = config.batch // (mesh.dp.size * config.microbatches)
             found = measured_costs(sizes, rows, DTYPES[config.dtype], config.seed) if mesh.world.rank == 0 else None
             embedding, block, head = mesh.world.exchange(found)[0]
@@ -144,8 +144,6 @@ def slice_lengths(config: Config, sizes: GPTConfig) -> list[int] | None:
     """Lengths into which terapipe cuts each sequence: of one cost, so later ones, which see more keys, are shorter."""
     if schedule_name(config) != "terapipe" or config.slices == 1:
         return None
-    from mpitrain.pipeline.slicing import equal_cost_slices
-
     linear, quadratic = sizes.flops_of_a_token
     return equal_cost_slices(sizes.seq_len, config.slices, linear, quadratic)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from mpitrain import kernels
-from mpitrain.assemble import build_rows
+from mpitrain.assemble import build_rows, slice_lengths
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
@@ -14,7 +15,7 @@ from mpitrain.models.gpt import GPT
 from mpitrain.pipeline.partition import describe
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import simulate
-from mpitrain.plan.traffic import Step, traffic
+from mpitrain.plan.traffic import Step, Traffic, traffic
 
 IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
 
@@ -54,7 +55,8 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
 
 
 def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
-    """What this rank sends in a step, by axis."""
+    """What a rank sends in a step, by axis: this one, and of a pipeline the one whose stages send most."""
+    slices = slice_lengths(config, model.config)
     step = Step(
         model.config,
         config.batch,
@@ -66,8 +68,12 @@ def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
         sequence_parallel=config.sequence_parallel,
         cp_attention=config.cp_attention,
         tp_rank=mesh.tp.rank,
+        pp=mesh.pp.size,
+        partition=model.partition,
+        slices=None if slices is None else tuple(slices),
     )
-    return str(traffic(step))
+    most = max((traffic(replace(step, pp_rank=rank)) for rank in range(step.pp)), key=Traffic.total)
+    return str(most) if step.pp == 1 else f"at most {most}"
 
 
 def _tensors(mesh: Mesh, model: GPT) -> str:

@@ -23,6 +23,16 @@ from mpitrain.backend import Array
 from mpitrain.errors import GraphError
 
 
+class Leaf(Tensor):
+    """A leaf of a later tape; `stands_for` is the tensor of an earlier one that it stands for."""
+
+    __slots__ = ("stands_for",)
+
+    def __init__(self, value: Tensor, requires_grad: bool) -> None:
+        super().__init__(value.data, requires_grad)
+        self.stands_for = value
+
+
 @dataclass
 class _Kept:
     """A value that a part kept, and the sum of the gradients that came back for it."""
@@ -37,7 +47,7 @@ class _Part:
     """One slice: what it kept, by name, and the leaves that stand for what others kept."""
 
     kept: dict[str, _Kept] = field(default_factory=dict)
-    leaves: list[tuple[Tensor, _Kept]] = field(default_factory=list)
+    leaves: list[tuple[Leaf, _Kept]] = field(default_factory=list)
 
 
 class Carry:
@@ -67,7 +77,7 @@ class Carry:
             )
         self._parts.append(_Part())
 
-    def earlier(self, name: str) -> list[Tensor]:
+    def earlier(self, name: str) -> list[Leaf]:
         """What earlier parts kept under this name, oldest first.
 
         Returns:
@@ -78,7 +88,7 @@ class Carry:
         records = TAPE.get() is not None
         leaves = []
         for kept in (part.kept[name] for part in before if name in part.kept):
-            leaf = Tensor(kept.value.data, requires_grad=records and kept.value.requires_grad)
+            leaf = Leaf(kept.value, records and kept.value.requires_grad)
             if leaf.requires_grad:
                 now.leaves.append((leaf, kept))
             leaves.append(leaf)

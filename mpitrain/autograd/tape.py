@@ -140,7 +140,9 @@ class Tape:
         self._packed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._pending: dict[int, Gradient] = {}
         self._owned: set[int] = set()
-        self._kept: dict[int, Gradient] = {}
+        self._kept: dict[int, Gradient] = {}  # by B for W: gradients of outputs ...
+        self._made: dict[Node, list[tuple[Any, Gradient]]] = {}  # ... and those of parameters that B made along
+        self._early: list[tuple[Any, Gradient]] = []  # of the node that B is at
         self._walked = ""
         self._tokens: list[Token[Tape | None]] = []
 
@@ -265,7 +267,8 @@ class Tape:
     def backward_inputs(self, seeds: Sequence[Seed]) -> None:
         """The first half of a split backward: gradients of the tape's inputs only (B of a zero-bubble schedule).
 
-        Weight-side inputs are left for `backward_weights`; their nodes keep what they saved and their gradient.
+        Weight-side inputs are left for `backward_weights`; their nodes keep what they saved and their gradient.  Where
+        a function is `undivided` the gradients of its weights are made here, and wait.
         Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
         """
         self._begin(seeds, "backward_inputs")
@@ -280,6 +283,7 @@ class Tape:
         self._walked = "backward_weights"
         self._check_weights()
         self._pending.update(self._kept)
+        self._kept = {}
         yield from self._walk(deferring=False, only_weights=True)
         self._deliver()
 
@@ -324,15 +328,21 @@ class Tape:
                     grad = None
             kept = deferring and True in node.weight_side
             if grad is not None:
+                wanted = node.weight_side if only_weights else node.wanted
                 if kept:
+                    of_inputs = tuple([want and not w for want, w in zip(wanted, node.weight_side, strict=True)])
+                    kept = not (node.function.undivided and True in of_inputs)
+                if kept:
+                    wanted = of_inputs
                     grads = grad if type(grad) is tuple else (grad,)
                     self._kept.update((slot, g) for slot, g in zip(outputs, grads, strict=True) if g is not None)
-                if deferring:
-                    wanted = tuple([want and not w for want, w in zip(node.wanted, node.weight_side, strict=True)])
-                else:
-                    wanted = node.weight_side if only_weights else node.wanted
                 if True in wanted:
                     self._step(node, grad, wanted)
+            if self._early:
+                self._made[node], self._early = self._early, []
+            elif only_weights:
+                for parameter, early in self._made.pop(node, ()):
+                    parameter.accumulate(early)
             if not kept:
                 node.saved = None
             if not deferring:
@@ -363,7 +373,10 @@ class Tape:
         """Add a gradient to a slot; a parameter's goes straight into its own buffer."""
         leaf = self._leaf_at.get(slot)
         if leaf is not None and leaf.is_parameter:
-            leaf.accumulate(grad)  # type: ignore[attr-defined]
+            if self._walked == "backward_inputs":
+                self._early.append((leaf, grad))  # W's to add, in its order
+            else:
+                leaf.accumulate(grad)  # type: ignore[attr-defined]
             return
         before = self._pending.get(slot)
         if before is None:
@@ -389,19 +402,20 @@ class Tape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the nodes keep for backward: the sum over distinct arrays, parameters not counted.
+        """Bytes that wait for backward: the sum over distinct arrays that nodes saved, parameters not counted.
 
-        A view counts as the array whose memory it keeps alive, once.  Where a policy packs, its handles count, if they
-        have `nbytes`.
+        Between the halves of a split backward the gradients that the second one begins with count as well.  A view
+        counts as the array whose memory it keeps alive, once.  Where a policy packs, its handles count, if they have
+        `nbytes`.
         """
         weights = {id(_owner(array)) for _, array, _, _ in self._weights}
+        saved = (item[1] if self.policy is not None else item for node in self.nodes for item in node.saved or ())
         seen: dict[int, int] = {}
-        for node in self.nodes:
-            for item in node.saved or ():
-                array = item[1] if self.policy is not None else item
-                if hasattr(array, "nbytes"):
-                    owner = _owner(array)
-                    seen[id(owner)] = 0 if id(owner) in weights else owner.nbytes
+        early = (grad for grads in self._made.values() for _, grad in grads)
+        for array in (*saved, *early, *self._kept.values()):
+            if hasattr(array, "nbytes"):
+                owner = _owner(array)
+                seen[id(owner)] = 0 if id(owner) in weights else owner.nbytes
         return sum(seen.values())
 
     def __len__(self) -> int:

@@ -97,8 +97,8 @@ class Batch:
         length = self.inputs.shape[1]
         if sum(lengths) != length or min(lengths, default=0) < 1:
             raise ShapeError(
-                f"slices of {', '.join(map(str, lengths)) or 'no'} tokens, together {sum(lengths)}: wanted are slices of"
-                f" at least 1 token whose sum is the sequence, {length}."
+                f"slices of {', '.join(map(str, lengths)) or 'no'} tokens, together {sum(lengths)}: wanted are slices"
+                f" of at least 1 token whose sum is the sequence, {length}."
             )
         if len(lengths) == 1:
             return [self]

@@ -47,9 +47,10 @@ ROWS = 20  # places that a table shows
 class Place(NamedTuple):
     """Where messages of one kind happen.
 
-    axis: its name: `tp`, `dp+cp`, `world`; verb: `all_reduce`, also for `iall_reduce`; action: what the executor does,
-    `F`, `SEND_F`, `REDUCE`; empty outside of steps; path: of the module, `blocks.0.attention.proj`; op: `all_reduce`, or
-    `copy.backward` on the way back; site: `train.py:31` where there is neither an action nor an op to name.
+    axis: its name: `tp`, `pp`, `dp+cp`, `world`; verb: `all_reduce`, also for `iall_reduce`; action: what the executor
+    does, `F`, `SEND_F`, `REDUCE`; empty outside of steps; path: of the module, `blocks.0.attention.proj`; op:
+    `all_reduce`, or `copy.backward` on the way back; site: `train.py:31` where there is neither an action nor an op to
+    name.
     """
 
     axis: str

@@ -149,7 +149,9 @@ class GPT(Module):
             inputs = self._forward_stage(stage, batch, inputs, None)
         return inputs[0]
 
-    def forward_stage(self, stage: int, batch: Batch, *inputs: Tensor, carry: Carry | None = None) -> tuple[Tensor, ...]:
+    def forward_stage(
+        self, stage: int, batch: Batch, *inputs: Tensor, carry: Carry | None = None
+    ) -> tuple[Tensor, ...]:
         if self.num_stages == 1 and carry is None:
             return (self(batch),)
         return self._forward_stage(stage, batch, inputs, carry)

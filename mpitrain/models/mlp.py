@@ -1,4 +1,11 @@
-"""A multi-layer perceptron that classifies: the smallest model that trains on every layout."""
+"""A multi-layer perceptron that classifies: the smallest model that trains on every layout.
+
+    x = down(gelu(up(x)))      for each block
+    loss = sum over rows of cross_entropy(head(x))
+
+Hidden units are cut over tp, rows over dp, and the blocks are dealt out to the stages of a pipeline: between two of
+them passes x.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +16,123 @@ import numpy as np
 
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import to_device
+from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
+from mpitrain.errors import ShapeError
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, Linear
 from mpitrain.nn.loss import cross_entropy
-from mpitrain.nn.module import Module
+from mpitrain.nn.module import Boundary, Module
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
+from mpitrain.pipeline.partition import Partition, balance
+from mpitrain.spec import INVARIANT, Shard
+
+
+class Block(Module):
+    """Column-parallel, GELU, row-parallel: (b, width) -> (b, width), `hidden` units between."""
+
+    def __init__(self, name: str, width: int, hidden: int, tp: Communicator) -> None:
+        super().__init__(name)
+        self.up = ColumnLinear(f"{name}.up", width, hidden, tp)
+        self.gelu = Gelu("tanh")
+        self.down = RowLinear(f"{name}.down", hidden, width, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gelu(self.up(x, add_bias=False), self.up.bias))
 
 
 class MLP(Module):
-    """Blocks of column-parallel, GELU, row-parallel, then a head.
+    """Blocks, then a head.
 
     Args:
         sizes: features in, hidden width of each block, classes; (64, 128, 10) is one hidden block.  A block keeps the
             width of its input.
         mesh: the layout; the model is the same on every one.
+        partition: how many blocks each stage of a pipeline has, the head being on the last; None: as many each, as far
+            as that goes.  Stage q is on rank q mod pp; there may be several a rank.
         seed: of the initial values.
-        dtype: of weights, activations and gradients.
+        dtype: of weights, activations and gradients; inputs are turned into it.
         xp: where they live: numpy, or cupy for this rank's device.
 
-    `model(batch)`: batch.inputs (b, in), batch.targets (b,) class numbers, IGNORE for rows that do not count; returns
-    the sum of the cross-entropy over the valid rows.  A batch from the host goes to where the weights are.
+    Raises:
+        ShapeError: the partition has other blocks, or its stages do not divide over pp.
+
+    `model(batch)`, where all stages are on this rank: batch.inputs (b, in), batch.targets (b,) class numbers, IGNORE
+    for rows that do not count; returns the sum of the cross-entropy over the valid rows.  A batch from the host goes to
+    where the weights are.
     """
 
     def __init__(
-        self, sizes: Sequence[int], mesh: Mesh, *, seed: int = 0, dtype: Any = np.float32, xp: Any = np
+        self,
+        sizes: Sequence[int],
+        mesh: Mesh,
+        *,
+        partition: Partition | None = None,
+        seed: int = 0,
+        dtype: Any = np.float32,
+        xp: Any = np,
     ) -> None:
         super().__init__("mlp")
-        first, *hidden, last = sizes
-        self.ups = [ColumnLinear(f"blocks.{i}.up", first, width, mesh.tp) for i, width in enumerate(hidden)]
-        self.downs = [RowLinear(f"blocks.{i}.down", width, first, mesh.tp) for i, width in enumerate(hidden)]
-        self.gelu = Gelu("tanh")
-        self.head = Linear("head", first, last, init=initial.fan_in())
+        self.width, *hidden, classes = sizes
+        ranks = mesh.pp.size
+        self.partition = balance([1.0] * len(hidden), ranks) if partition is None else partition
+        self.num_stages = self.partition.stages
+        if self.num_stages % ranks:
+            raise ShapeError(f"{self.num_stages} stages are not divisible by axis pp of size {ranks}.")
+        self.partition.check_fits(len(hidden), self.num_stages)
+        self.stages = tuple(range(mesh.pp.rank, self.num_stages, ranks))
+        here = [number for stage in self.stages for number in self.partition.range(stage)]
+        self.blocks = [Block(f"blocks.{number}", self.width, hidden[number], mesh.tp) for number in here]
+        self._block_at = dict(zip(here, self.blocks, strict=True))
+        if self.num_stages - 1 in self.stages:
+            self.head = Linear("head", self.width, classes, init=initial.fan_in())
         self.materialize(mesh, seed, dtype, xp)
 
+    # -- one stage ----------------------------------------------------------------------------------------------------
+
+    def forward_stage(self, stage: int, batch: Any, *inputs: Tensor, carry: Any = None) -> tuple[Tensor, ...]:
+        if self.num_stages == 1:
+            return (self(batch),)
+        x = self._blocks_of(stage, inputs[0] if stage else self._features(batch.inputs))
+        return (x,) if stage < self.num_stages - 1 else (self._loss(self.head(x), batch),)
+
+    def boundary(self, stage: int, batch: Any) -> tuple[Boundary, ...]:
+        if not stage:
+            return ()
+        return (Boundary((len(batch.targets), self.width), self.like.dtype, {"dp": Shard(0), "tp": INVARIANT}),)
+
+    def _blocks_of(self, stage: int, x: Tensor) -> Tensor:
+        for number in self.partition.range(stage):
+            x = self._block_at[number](x)
+        return x
+
+    # -- all of them --------------------------------------------------------------------------------------------------
+
     def logits(self, inputs: Any) -> Tensor:
-        """Scores of the classes.  inputs (b, in) -> (b, classes)."""
-        x = inputs if isinstance(inputs, Tensor) else Tensor(to_device(inputs, like=self.head.weight.data))
-        for up, down in zip(self.ups, self.downs, strict=True):
-            x = down(self.gelu(up(x, add_bias=False), up.bias))
+        """Scores of the classes.  inputs (b, in) -> (b, classes).
+
+        Raises:
+            ShapeError: some stages are on other ranks.
+        """
+        if len(self.stages) < self.num_stages:
+            raise ShapeError(
+                f"this rank of axis pp holds the stages {' '.join(map(str, self.stages))} of {self.num_stages}, the"
+                " others are elsewhere.\n"
+                "An Executor runs all of them: executor.step(batch), executor.evaluate(batches)."
+            )
+        x = self._features(inputs)
+        for stage in self.stages:
+            x = self._blocks_of(stage, x)
         return self.head(x)
 
     def forward(self, batch: Any) -> Tensor:
-        targets = to_device(batch.targets, like=self.head.weight.data)
-        return cross_entropy(self.logits(batch.inputs), targets)
+        return self._loss(self.logits(batch.inputs), batch)
+
+    def _features(self, inputs: Any) -> Tensor:
+        """What comes into the first stage."""
+        if isinstance(inputs, Tensor):
+            return inputs
+        return Tensor(to_device(inputs, like=self.like).astype(self.like.dtype, copy=False))
+
+    def _loss(self, logits: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(logits, to_device(batch.targets, like=self.like))

@@ -562,21 +562,24 @@ class _Flight:
         self.inputs = tuple(inputs)
         self.outputs: tuple[Tensor, ...] = tuple(outputs)
         self.carry = carry
-        self._slots: tuple[Slot | int, ...] = ()
+        self._slots: tuple[Slot | int | None, ...] = ()
 
     def forget_arrays(self) -> None:
         """Outputs were passed on: their places on the tape are all that backward needs."""
         self._slots = self._places()
         self.outputs = ()
 
-    def _places(self) -> tuple[Slot | int, ...]:
-        """For each output its place on the tape, or which input it is where the stage did nothing to it."""
-        places: list[Slot | int] = []
+    def _places(self) -> tuple[Slot | int | None, ...]:
+        """For each output its place on the tape, or which input it is where the stage did nothing to it.
+
+        None for what depends on neither weights nor inputs, numbers of the batch itself: nobody wants its gradient.
+        """
+        places: list[Slot | int | None] = []
         for t in self.outputs:
-            slot = self.tape.slot(t)
             same = next((i for i, x in enumerate(self.inputs) if x is t), None)
-            assert slot is not None or same is not None, "an output that comes from nowhere"
-            places.append(slot if same is None and slot is not None else int(same or 0))
+            place = self.tape.slot(t) if same is None else same
+            assert place is not None or not t.requires_grad, "an output that comes from nowhere"
+            places.append(place)
         return tuple(places)
 
     def seeds(self, gradients: Sequence[Array]) -> tuple[list[Seed], list[tuple[int, Array]]]:
@@ -587,7 +590,7 @@ class _Flight:
         for place, gradient in zip(places, gradients, strict=True):
             if isinstance(place, int):
                 untouched.append((place, gradient))
-            else:
+            elif place is not None:
                 seeds.append((place, gradient))
         return seeds, untouched
 

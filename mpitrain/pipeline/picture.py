@@ -19,7 +19,7 @@ _TEXT, _QUIET, _LINE = "#1f2933", "#52606d", "#cbd2d9"
 
 # From light to dark: forward, backward, backward of the weights alone.  Blue, orange and purple stay apart for every
 # kind of colour vision, and since no shade of one is as light as any of another, also in grey print.
-_SHADES = {"F": ("#d3e8fa", "#8bbdea"), "B": ("#f7ab5e", "#d97a1e"), "W": ("#7b56ad", "#452a70")}
+_SHADES = {"F": ("#d9ebfb", "#a0cbf0"), "B": ("#f0a050", "#d0741e"), "W": ("#7b56ad", "#452a70")}
 _ON = {"F": _TEXT, "B": _TEXT, "W": "#ffffff"}
 
 _SHORTEST, _WIDEST, _NARROWEST = 26.0, 940.0, 5.0  # pixels: of the shortest action, of all time, of a box that is seen

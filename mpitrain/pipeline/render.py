@@ -102,14 +102,18 @@ def _lane(spans: Iterator[Span], name_of: Callable[[Action], str], column: float
 
 
 def _ruler(block: Sequence[int | None], column: float, cell: int) -> str:
-    """The line of times above a block of columns: of its first, and of round ones behind it."""
+    """The line of times above a block of columns: of its first, and round ones behind it."""
     digits = max(len(f"{c * column:.4g}") for c in block if c is not None)
-    step = round_up(max(5, (digits + 1) / (cell + 1)))
+    step = round_up(column * max(3, (digits + 1) / (cell + 1)))
     line = ""
     for place, c in enumerate(block):
-        mark = "" if c is None or (c % step and place) else f"{c * column:.4g}"
+        if c is None:
+            continue
+        time = step * round(c * column / step)
+        is_round = _place(time, column) == c
+        mark = f"{time if is_round else c * column:.4g}"
         at = place * (cell + 1) + 1
-        if mark and len(line) < at and (not line or at + len(mark) <= len(block) * (cell + 1)):
+        if (is_round or not place) and len(line) < at and (not line or at + len(mark) <= len(block) * (cell + 1)):
             line = line.ljust(at) + mark
     return line
 
@@ -133,10 +137,10 @@ def all_drawn(timeline: Timeline) -> Iterator[Span]:
 def describe(timeline: Timeline) -> str:
     """The figures of a timeline in one line."""
     micros = len({span.action.micro for span in all_drawn(timeline)})
-    ranks = len(timeline.spans)
+    ranks, peak = len(timeline.spans), max(timeline.peak_micros)
     return (
         f"{_counted(ranks, 'rank')}, {_counted(micros, 'micro-batch')}; makespan {timeline.makespan:.4g}; "
-        f"bubble {100 * timeline.bubble:.1f} % of the time; at most {max(timeline.peak_micros)} forward passes in flight"
+        f"bubble {100 * timeline.bubble:.1f} % of the time; at most {peak} forward passes in flight"
     )
 
 

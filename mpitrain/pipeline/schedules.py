@@ -29,9 +29,9 @@ def one_stage(num_microbatches: int) -> Schedule:
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards, last micro-batch first.
 
-        s0| F0 F1 F2  .  .  . B2 B1 B0
-        s1|  . F0 F1 F2  . B2 B1 B0  .
-        s2|  .  . F0 F1 F2 B2 B1 B0  .      (each B costs more than an F; drawn alike)
+        s0| F0 F1 F2  .  .  .  . B2 B1 B0
+        s1|  . F0 F1 F2  .  . B2 B1 B0  .
+        s2|  .  . F0 F1 F2 B2 B1 B0  .  .      (drawn as if a B took no longer than an F)
 
     Idle (p-1)(T_F + T_B) on every rank; all m micro-batches are in flight at once.
 

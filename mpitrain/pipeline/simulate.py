@@ -37,7 +37,7 @@ class Sizes:
     """Bytes by stage, of one micro-batch (or slice of one).
 
     saved: what an F keeps for its B; kept: how much of that a B leaves to its W; boundary: of a message into the stage,
-    as large as that of its gradient back (there is none into stage 0).
+    as large as that of its gradient back (nothing is sent into stage 0, whatever is given for it).
     """
 
     saved: Sequence[int]
@@ -184,48 +184,44 @@ def _peak_bytes(play: _Play, checked: Checked, sizes: Sizes) -> tuple[int, ...]:
     return tuple(_peak(play, rank, checked.placement, sizes) for rank in range(len(play.rows)))
 
 
-def _peak(play: _Play, rank: int, place: tuple[int, ...], sizes: Sizes) -> int:
+def _peak(play: _Play, rank: int, placement: tuple[int, ...], sizes: Sizes) -> int:
     """The most bytes that a rank holds, following its row."""
     spans = play.spans[rank]
+    here = {stage for stage, on in enumerate(placement) if on == rank}
     split = {span.action.stage for span in spans if span.action.kind == "W"}
+    boundary = [0, *sizes.boundary[1:], 0]  # into stage q, and out of the stage before it
     rounding = 1e-12 * max(play.clock)  # times that differ by less are the same moment
     on_their_way: list[tuple[float, int]] = []  # a heap: when it will have been received, bytes
     held = peak = 0
+
+    def until(time: float) -> int:
+        """Bytes that others have received until then."""
+        received = 0
+        while on_their_way and on_their_way[0][0] <= time + rounding:
+            received += heappop(on_their_way)[1]
+        return received
+
     for (kind, micro, stage, part), start, stop in spans:
-        held -= _received_by(start + rounding, on_their_way)
-        if kind in ("F", "B"):
-            held -= sizes.boundary[_boundary_into(kind, stage, len(place))]
-            if kind == "F":
-                held += sizes.saved[stage]
-                peak = max(peak, held)
-        held -= _received_by(stop + rounding, on_their_way)
+        held -= until(start)
+        if kind == "F":
+            held += sizes.saved[stage] - boundary[stage]
+        elif kind == "B":
+            held -= boundary[stage + 1]
+        peak = max(peak, held)
+        held -= until(stop)
         match kind:
+            case "F":
+                held += boundary[stage + 1] if stage + 1 in here else 0
             case "B":
                 held += (sizes.kept[stage] if stage in split else 0) - sizes.saved[stage]
+                held += boundary[stage] if stage - 1 in here else 0
             case "W":
                 held -= sizes.kept[stage]
             case "RECV_F" | "RECV_B":
-                held += sizes.boundary[_boundary_into(kind[-1], stage, len(place))]
+                held += boundary[stage if kind == "RECV_F" else stage + 1]
             case "SEND_F" | "SEND_B":
-                sent = sizes.boundary[stage + 1 if kind == "SEND_F" else stage]
-                held += sent
+                sent = boundary[stage + 1 if kind == "SEND_F" else stage]
                 heappush(on_their_way, (play.received[kind, micro, stage, part], sent))
-        if kind in ("F", "B"):
-            after = stage + 1 if kind == "F" else stage - 1
-            if 0 <= after < len(place) and place[after] == rank:
-                held += sizes.boundary[max(stage, after)]
+                held += sent
         peak = max(peak, held)
     return peak
-
-
-def _received_by(time: float, on_their_way: list[tuple[float, int]]) -> int:
-    """Take the bytes off the heap that were received until then."""
-    received = 0
-    while on_their_way and on_their_way[0][0] <= time:
-        received += heappop(on_their_way)[1]
-    return received
-
-
-def _boundary_into(kind: str, stage: int, num_stages: int) -> int:
-    """The boundary that an F or B gets its input from; 0, at which there is none, where it has none."""
-    return stage if kind == "F" else (stage + 1) % num_stages

@@ -127,7 +127,7 @@ def _times(n: int, unit: int, cost: Cost) -> np.ndarray:
             time = cost(tokens, before)
             if not (time >= 0 and math.isfinite(time)):
                 raise ConfigError(
-                    f"the cost of a slice of {tokens} tokens after {before} is {time}: costs are finite, and not below 0"
+                    f"the cost of a slice of {tokens} tokens after {before} is {time}: costs are finite, 0 or more."
                 )
             times[stop, start] = time
     return times

@@ -72,10 +72,12 @@ def _number(value: float) -> str:
 def _ranks(asked: Asked, timeline: Timeline) -> str:
     """A line for each rank."""
     ranks = range(len(asked.rows))
-    place = placement(asked.rows)
+    stages: list[list[str]] = [[] for _ in ranks]
+    for stage, rank in enumerate(placement(asked.rows)):
+        stages[rank].append(str(stage))
     columns = [
         ("rank", [str(rank) for rank in ranks]),
-        ("stage", [",".join(str(stage) for stage, on in enumerate(place) if on == rank) for rank in ranks]),
+        ("stage", [",".join(held) for held in stages]),
         ("busy", [_number(time) for time in timeline.busy]),
         ("idle", [_number(time) for time in timeline.idle]),
         ("in flight", [str(peak) for peak in timeline.peak_micros]),

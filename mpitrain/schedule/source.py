@@ -25,6 +25,7 @@ SIZES = ("stages", "microbatches", "chunks", "slices", "batches")
 """What a schedule by name depends on."""
 
 _MAX_FILE = 4 << 20  # bytes; a row of 1,000 micro-batches with its messages is 50 KiB
+_MOST_ROWS = 1024
 _MOST_WORK = 100_000  # Fs of all ranks; some seconds of checking
 
 
@@ -113,7 +114,7 @@ def read_rows(text: str) -> Schedule:
     """Rows from their text: a line for each rank, actions parted by white space, # begins a comment.
 
     Raises:
-        ScheduleError: a word is no action, naming its line; or there is no row.
+        ScheduleError: a word is no action, naming its line; or there is no row, or there are too many.
     """
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -123,8 +124,9 @@ def read_rows(text: str) -> Schedule:
                 rows.append(parse_row(words))
             except ScheduleError as error:
                 raise ScheduleError(f"line {number}: {error}") from None
-    if not rows:
-        raise ScheduleError("there are no rows; a row reads F0@0 F1@0 B0@0 B1@0, one line for each rank")
+    if not 1 <= len(rows) <= _MOST_ROWS:
+        found = f"{len(rows):,} rows, at most {_MOST_ROWS:,} are read" if rows else "no rows"
+        raise ScheduleError(f"there are {found}; a row reads F0@0 F1@0 B0@0 B1@0, one line for each rank")
     return rows
 
 

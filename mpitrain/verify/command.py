@@ -52,7 +52,8 @@ OPTIONS = {
 }
 
 TRAINER = str(Path(__file__).with_name("trainer.py"))
-BUILT_IN = "--model gpt-tiny --steps 100 --batch 16 --microbatches 2 --dropout 0.1 --lr 2e-3 --clip 0.1".split()
+# Blocks, micro-batches and rows that divide over four stages of two chunks, and over eight replicas.
+BUILT_IN = "--model gpt-tiny --layers 4 --steps 100 --batch 32 --microbatches 4 --dropout 0.1 --lr 2e-3 --clip 0.1".split()
 
 
 def main(argv: Sequence[str]) -> int:

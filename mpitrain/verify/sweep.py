@@ -14,7 +14,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from mpitrain.errors import StateError
 from mpitrain.verify import report
 from mpitrain.verify.here import record_on
 from mpitrain.verify.judge import Verdict, judge
-from mpitrain.verify.layouts import WAYS, Layout, all_layouts
+from mpitrain.verify.layouts import AXES, WAYS, Layout, all_layouts
 from mpitrain.verify.suspect import Hint, hints
 
 STEPS = 2  # the second sees what the first has left
@@ -66,8 +66,13 @@ class Case:
 
     def config(self, layout: Layout) -> Config:
         """The trainer's settings in a layout."""
-        settings = {axis: layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp")} | self.options
+        settings = {axis: layout.sizes.get(axis, 1) for axis in AXES} | self.options
         kind = next((way for way in layout.ways if WAYS[way].group == "attention"), "ring")
+        schedule, counts = layout.schedule or "1f1b", dict(layout.counts)
+        settings |= {"schedule": schedule, "chunks": counts.get("v", 1), "slices": counts.get("s", 1)}
+        cut = settings["stage_layers"] or ""
+        if len(cut.split(",")) != settings["pp"] * settings["chunks"]:  # an axis alone has other stages
+            settings["stage_layers"] = None
         return Config(**settings, cp_attention=kind, sequence_parallel="sp" in layout.ways, steps=STEPS)
 
 
@@ -79,22 +84,36 @@ def case_of(seed: int) -> Case:
         return values[int(draw.integers(len(values)))]
 
     layout = one_of(*_layouts(one_of(*range(1, MOST_RANKS + 1))))
-    dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
+    pp, dp, cp, tp = (layout.sizes.get(axis, 1) for axis in AXES)
     cut_heads = tp * (cp if "ulysses" in layout.ways else 1)
     heads = cut_heads * one_of(1, 1, 2, 3)
     groups = [g for g in range(1, heads + 1) if heads % g == 0 and _fits(g, tp, cut_heads // tp)]
     tokens = math.lcm(2 * cp if "ring" in layout.ways else cp, cp * tp if "sp" in layout.ways else cp)
-    micro = one_of(1, 1, 2, 3)
+    seq_len = tokens * one_of(*range(1 if tokens >= LEAST_TOKENS else LEAST_TOKENS, max(2, 24 // tokens)))
+    micro = one_of(1, 1, 2, 3) if pp == 1 else one_of(*range(1, 2 * pp + 2))
+    chunks = slices = 1
+    if layout.schedule == "interleaved":
+        chunks = one_of(1, 2, 2, 3)
+        micro = micro if chunks == 1 else pp * one_of(1, 2)
+        layout = replace(layout, counts=(("v", chunks),))
+    elif layout.schedule == "terapipe":
+        slices = min(seq_len, one_of(1, 2, 3, 4, 7))
+        layout = replace(layout, counts=(("s", slices),))
+    layers = one_of(1, 1, 2, 3) if pp == 1 else one_of(1, 2, pp * chunks, pp * chunks + 1)
+    cuts = np.sort(draw.integers(layers + 1, size=pp * chunks - 1))  # stages without a block among them
+    by_stage = ",".join(map(str, np.diff([0, *cuts, layers])))
     return Case(
         seed,
         layout,
         one_of(2, 3, 5, 17, 64, 97, 257),
         {
-            "layers": one_of(1, 1, 2, 3),
+            "layers": layers,
+            "stage_layers": one_of(None, by_stage) if pp > 1 else None,
+            "balance": one_of("layers", "parameters", "flops"),
             "width": heads * one_of(*(size for size in (1, 2, 3, 4, 5, 8) if size * heads >= LEAST_WIDTH)),
             "heads": heads,
             "kv_heads": one_of(None, *groups),
-            "seq_len": tokens * one_of(*range(1 if tokens >= LEAST_TOKENS else LEAST_TOKENS, max(2, 24 // tokens))),
+            "seq_len": seq_len,
             "tied": one_of(False, True),
             "gelu": one_of("tanh", "erf"),
             "dropout": one_of(0.0, 0.1, 0.5),
@@ -127,7 +146,7 @@ def _layouts(ranks: int) -> tuple[Layout, ...]:
 def train(case: Case, layout: Layout) -> None:
     """Train on the ranks of the surrounding world, as the trainer does."""
     config = case.config(layout)
-    mesh = Mesh(world(), dp=config.dp, cp=config.cp, tp=config.tp)
+    mesh = Mesh(world(), pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
     check_layout(config, mesh.dp.size)
     text = np.random.default_rng(case.seed).integers(case.vocab, size=4000, dtype=np.uint16)
     corpus = Corpus(text[:3500], text[3500:], case.vocab, "tokens", "random numbers", (), (), "")

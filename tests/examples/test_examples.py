@@ -51,6 +51,7 @@ def check(printed: str) -> None:
         ("05_sequence_parallel", 4),
         ("06_context_parallel", 1),
         ("06_context_parallel", 3),
+        ("08_find_a_deadlock", 1),
     ],
 )
 def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Callable[..., str]) -> None:

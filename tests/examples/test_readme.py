@@ -78,6 +78,35 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --balance flops --steps 2 {TINY}",
         "",
     ),
+    # docs/explanation/pipelines
+    "./run_mpi.sh -n 4 examples/train_gpt.py --pp 4 --schedule 1f1b --microbatches 8": (
+        f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --schedule 1f1b --microbatches 2 --steps 2 {TINY}",
+        "",
+    ),
+    "python examples/08_find_a_deadlock.py": ("python examples/08_find_a_deadlock.py", ""),
+    "mpitrain schedule": ("mpitrain schedule", ""),
+    **{
+        command: (command, "")
+        for command in (
+            "mpitrain schedule gpipe --stages 4 --microbatches 8",
+            "mpitrain schedule 1f1b --stages 4 --microbatches 8",
+            "mpitrain schedule interleaved --stages 4 --microbatches 8 --chunks 2 --costs f=0.5,b=0.5,w=0.5",
+            "mpitrain schedule zb-h1 --stages 4 --microbatches 8",
+            "mpitrain schedule terapipe --stages 4 --microbatches 2 --slices 4 --costs f=0.25,b=0.25,w=0.25",
+            "mpitrain schedule pipedream --stages 4 --batches 10",
+            "mpitrain schedule pipedream-2bw --stages 4 --microbatches 4 --batches 3",
+        )
+    },
+    # docs/how-to/write-a-schedule.md
+    "mpitrain schedule 1f1b --stages 3 --microbatches 6 --compute-rows > mine.txt": (
+        "mpitrain schedule 1f1b --stages 3 --microbatches 6 --compute-rows > mine.txt\ncat mine.txt",
+        "",
+    ),
+    "mpitrain schedule --file mine.txt --costs f=1,b=1,w=1,message=0.5 --svg mine.svg --arrows": (
+        "mpitrain schedule 1f1b --stages 3 --microbatches 6 --compute-rows > mine.txt\n"
+        "mpitrain schedule --file mine.txt --costs f=1,b=1,w=1,message=0.5 --svg mine.svg --arrows",
+        "",
+    ),
     # docs/explanation/kernels.md
     "MPITRAIN_KERNELS=numpy ./run_mpi.sh -n 4 examples/train_gpt.py --steps 20": (
         f"MPITRAIN_KERNELS=numpy python examples/train_gpt.py --steps 2 {TINY}",
@@ -143,12 +172,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "mpitrain verify --sweep 2000 --seed 0": ("mpitrain verify --sweep 3 --seed 0", ""),
     # docs/how-to/write-a-train-script.md
-    "mpitrain local -n 8 any_layout.py --tp 2 --cp 2 --sequence-parallel": (
-        "mpitrain local -n 8 any_layout.py --tp 2 --cp 2 --sequence-parallel",
+    "mpitrain local -n 4 stages.py --pp 4 --schedule zb-h1": (
+        "mpitrain local -n 4 stages.py --pp 4 --schedule zb-h1",
         "",
     ),
-    "mpitrain verify --layout dp2,tp2,sp --layout cp4 any_layout.py": (
-        "mpitrain verify --layout dp2,tp2,sp --layout cp4 --first 2 any_layout.py",
+    "mpitrain verify --layout pp4 --layout dp2,pp3 stages.py": (
+        "mpitrain verify --layout pp4 --layout dp2,pp3 --first 2 stages.py",
+        "",
+    ),
+    "mpitrain local -n 8 any_layout.py --pp 2 --tp 2 --cp 2 --sequence-parallel": (
+        "mpitrain local -n 8 any_layout.py --pp 2 --tp 2 --cp 2 --sequence-parallel",
+        "",
+    ),
+    "mpitrain verify --layout dp2,tp2,sp --layout cp4 --layout pp2,tp2 any_layout.py": (
+        "mpitrain verify --layout dp2,tp2,sp --layout cp4 --layout pp2,tp2 --first 2 any_layout.py",
         "",
     ),
     # docs/how-to/find-a-mismatch.md
@@ -162,6 +199,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 SMALLER = {  # how scripts of the documents are made small
     "train.py": {"load()": 'load("book.txt")', "stop_step=400": "stop_step=3"},
+    "stages.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
     "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
 }
 

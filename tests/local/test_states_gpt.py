@@ -17,6 +17,8 @@ from checks_layouts import SIZES, layouts, name_of, with_documents
 
 from mpitrain import collectives
 from mpitrain.autograd import ops
+from mpitrain.autograd.carry import Carry
+from mpitrain.autograd.ops import arithmetic
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -30,8 +32,10 @@ from mpitrain.models.mlp import MLP
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel import tensor, vocabulary
 from mpitrain.parallel.data import BucketedReducer
+from mpitrain.parallel.stages import Links
 from mpitrain.pipeline.executor import Executor
-from mpitrain.pipeline.passes import with_update
+from mpitrain.pipeline.partition import Partition, balance
+from mpitrain.pipeline.passes import complete, with_update
 from mpitrain.pipeline.schedules import one_stage
 
 AXIS = ContextVar("axis")  # of the rank, for a patched method
@@ -40,16 +44,37 @@ NUMBERS = (np.arange(2000) * 7919 % 104729 % SIZES.vocab).astype(np.uint16)
 TOKENS = Tokens(Corpus(NUMBERS[:1800], NUMBERS[1800:], SIZES.vocab, "bytes", "numbers", (), (), ""), SIZES.seq_len)
 
 
-def run(ranks, *, sizes=SMALL, sp=False, kind="ring", micros=1, batch=8, documents=False, steps=1, meddle=None, **axes):
+def run(
+    ranks,
+    *,
+    sizes=SMALL,
+    sp=False,
+    kind="ring",
+    micros=1,
+    batch=8,
+    documents=False,
+    steps=1,
+    meddle=None,
+    schedule="1f1b",
+    chunks=1,
+    slices=None,
+    layers=None,
+    catches=StateError,
+    **axes,
+):
     """Train under the checker: what each rank is told, and the losses; `meddle(model, mesh, step)` before each step."""
 
     def main():
         mesh = Mesh(world(), **axes)
-        model = GPT(sizes, mesh, sequence_parallel=sp, cp_attention=kind, seed=3, dtype=np.float64)
-        reducer = BucketedReducer(model.flats, mesh, 4096)
-        executor = Executor(
-            model, Sgd(model.parameters(), lr=0.1), mesh, with_update(one_stage(micros)), reducer=reducer
+        partition = balance([1.0] * sizes.layers, mesh.pp.size * chunks) if layers is None else Partition(layers)
+        model = GPT(
+            sizes, mesh, sequence_parallel=sp, cp_attention=kind, partition=partition, seed=3, dtype=np.float64
         )
+        reducer = BucketedReducer(model.flats, mesh, 4096)
+        rows = complete(
+            schedule, ranks=mesh.pp.size, microbatches=micros, chunks=chunks, slices=len(slices) if slices else 1
+        )
+        executor = Executor(model, Sgd(model.parameters(), lr=0.1), mesh, rows, reducer=reducer, slices=slices)
         losses = []
         with listen(StateChecker(model.parameters(), mesh)):
             for step, rows in enumerate(TOKENS.batches(batch, mesh.dp.rank, mesh.dp.size, stop_step=steps)):
@@ -59,7 +84,7 @@ def run(ranks, *, sizes=SMALL, sp=False, kind="ring", micros=1, batch=8, documen
                 try:
                     losses.append(executor.step(rows.part(model.positions_here)))
                     executor.evaluate([rows.part(model.positions_here)])
-                except StateError as error:
+                except catches as error:
                     return str(error), losses
         return "", losses
 
@@ -95,6 +120,30 @@ MORE = [
 )
 def test_a_layout_of_the_gpt_raises_no_alarm(ranks, how):
     assert told(ranks, steps=2, **how) == ""
+
+
+TWO = replace(SIZES, layers=2)
+STAGES = [
+    (2, {"pp": 2}),
+    (4, {"pp": 2, "tp": 2, "schedule": "gpipe"}),
+    (4, {"pp": 2, "tp": 2, "sp": True, "schedule": "zb-h1", "micros": 4}),
+    (4, {"pp": 2, "cp": 2, "schedule": "zb-h1"}),
+    (4, {"pp": 2, "dp": 2, "schedule": "interleaved", "chunks": 2}),
+    (8, {"pp": 2, "dp": 2, "tp": 2, "sp": True, "schedule": "interleaved", "chunks": 2}),
+    (8, {"pp": 2, "cp": 2, "tp": 2, "sp": True, "kind": "ulysses", "documents": True}),
+    (4, {"pp": 2, "dp": 2, "schedule": "terapipe", "slices": [6, 1, 9], "documents": True}),
+    (4, {"pp": 2, "tp": 2, "schedule": "terapipe", "slices": [9, 7]}),
+    (8, {"pp": 4, "tp": 2, "layers": (0, 1, 0, 1)}),  # a stage that does nothing hands on what it was given
+    (6, {"pp": 3, "dp": 2, "layers": (1, 0, 1), "schedule": "zb-h1", "sizes": replace(TWO, tied=True)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"), STAGES, ids=[" ".join(f"{k} {v}" for k, v in how.items() if k != "sizes") for _, how in STAGES]
+)
+def test_stages_of_a_pipeline_raise_no_alarm(ranks, how):
+    """Also where stages have other programs: the ranks that compare are always of one stage."""
+    assert told(ranks, **{"sizes": TWO, "micros": 2, "steps": 2, **how}) == ""
 
 
 def test_the_checker_changes_no_bit():
@@ -194,6 +243,56 @@ def test_a_loss_that_is_summed_over_the_data_axes_by_the_model_is_found():
     assert "this all_reduce is doubled: the executor sums over the ranks" in text
 
 
+def meddled(stage, change):
+    """`GPT._stage` with something done to what one stage hands on."""
+    whole = GPT._stage
+
+    def method(model, number, *args):
+        y = whole(model, number, *args)
+        return change(y, model) if number == stage else y
+
+    return mock.patch.object(GPT, "_stage", method)
+
+
+def told_stages(ranks, **how):
+    """What ends a pipeline: its other stages would wait for the one that is told something."""
+    with pytest.raises(StateError) as caught:
+        run(ranks, **{"sizes": TWO, "micros": 2, "catches": (), **how})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "said"),
+    [
+        (
+            {"tp": 2},
+            lambda y, model: collectives.copy(y, model.tp),
+            "hands on is Replicate over tp, but stage 1 takes it as Invariant; the boundary is wrong, or a message",
+        ),
+        (
+            {"tp": 2},
+            lambda y, model: collectives.copy(y, model.tp) * 0.5 + collectives.copy(y, model.tp) * 0.5,
+            "hands on is Replicate over tp",
+        ),
+        (
+            {"tp": 2, "sp": True},
+            lambda y, model: collectives.gather(y, model.tp, 1),
+            "what stage 0 hands on is Invariant over tp, but stage 1 takes it as Shard(1); the boundary is wrong, or",
+        ),
+        (
+            {"tp": 2},
+            lambda y, model: collectives.split(y, model.tp, 2),
+            "hands on is Shard(2) over tp, but stage 1 takes it as Invariant; a gather is missing before it, or the",
+        ),
+    ],
+)
+def test_what_a_stage_hands_on_in_another_state_than_its_boundary_says_is_found_there(how, change, said):
+    with meddled(0, change):
+        text = told_stages(4, pp=2, **how)
+    assert re.match(r"at test_states_gpt.py:\d+: what stage 0 hands on is ", text)
+    assert said in text
+
+
 # ------------------------------------------------------------------------------------------- bugs that no rule can see
 
 
@@ -229,3 +328,45 @@ def test_a_copy_without_its_backward_is_found_in_the_model(monkeypatch):
     text = told(2, tp=2)
     assert "in head: copy.backward, the gradient of the value of layer_norm at " in text
     assert "is Invariant over tp, but rank 1 holds another one than rank 0" in text
+
+
+def test_a_micro_batch_that_one_rank_of_a_stage_takes_for_another_is_found_as_it_arrives():
+    whole = Links.expect
+
+    def expect(links, kind, stage, unit, boundaries):
+        swapped = world().rank == 3 and kind == "F"  # of stage 1, the second of tp
+        return whole(links, kind, stage, 1 - unit if swapped else unit, boundaries)
+
+    with mock.patch.object(Links, "expect", expect):
+        text = told_stages(4, pp=2, tp=2)
+    assert text.startswith("the input of stage 1 is Invariant over tp, but rank 3 holds another one than rank 2.")
+
+
+def test_the_second_half_of_a_split_backward_is_looked_at_too(monkeypatch):
+    """A gradient of a weight that one rank of tp makes otherwise, in W alone: that of the positions."""
+    whole = arithmetic.Add.backward
+
+    def backward(grad, *saved, wanted, **how):
+        if AXIS.get().rank and wanted == (False, True):
+            grad = grad * (1 + 1e-15)
+        return whole(grad, *saved, wanted=wanted, **how)
+
+    monkeypatch.setattr(arithmetic.Add, "backward", staticmethod(backward))
+    how = {"pp": 2, "tp": 2, "meddle": lambda model, mesh, step: AXIS.set(mesh.tp)}
+    assert "add.backward, the gradient of positions.weight, is Invariant over tp, but" in told_stages(
+        4, schedule="zb-h1", **how
+    )
+
+
+def test_a_leaf_that_stands_for_an_earlier_slice_has_its_states():
+    """Keys of earlier slices in another state than the slice's own."""
+    whole = Carry.keep
+
+    def keep(carry, name, value):
+        whole(carry, name, collectives.gather(value, AXIS.get(), 2)[..., : value.shape[2]])
+
+    with mock.patch.object(Carry, "keep", keep):
+        text = told_stages(
+            4, pp=2, tp=2, schedule="terapipe", slices=[8, 8], meddle=lambda model, mesh, step: AXIS.set(mesh.tp)
+        )
+    assert "slice_attention of an Invariant and a Shard(2) value over tp" in text

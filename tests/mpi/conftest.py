@@ -45,30 +45,34 @@ def launcher() -> type[Launch]:
 
 
 @pytest.fixture(scope="session")
-def checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], None]:
+def checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """`checks("checks_comm", name, ranks)`: fails if that check failed on a rank.
 
-    All checks of a module run in one launch (in one more for every check that fails), and the results serve all tests
-    of the session.
+    All checks of a module (or those of another list in it: `which="MORE"`) run in one launch, in one more for every
+    check that fails, and the results serve all tests of the session.  Other words are set in the ranks' environment.
     """
-    known: dict[tuple[str, int], dict[str, str]] = {}
+    known: dict[object, dict[str, str]] = {}
 
-    def check(module: str, name: str, ranks: int) -> None:
-        if (module, ranks) not in known:
-            known[module, ranks] = _run_all(module, ranks, tmp_path_factory)
-        trouble = known[module, ranks][name]
+    def check(module: str, name: str, ranks: int, which: str = "CHECKS", **env: str) -> None:
+        key = (module, ranks, which, *env.items())
+        if key not in known:
+            known[key] = _run_all(module, which, ranks, env, tmp_path_factory)
+        trouble = known[key][name]
         assert not trouble, f"{name} on {ranks} ranks:\n{trouble}"
 
     return check
 
 
-def _run_all(module: str, ranks: int, folders: pytest.TempPathFactory) -> dict[str, str]:
+def _run_all(
+    module: str, which: str, ranks: int, env: dict[str, str], folders: pytest.TempPathFactory
+) -> dict[str, str]:
     """Check -> "" if it passed on all ranks, else what went wrong."""
-    names = [check.__name__ for check in importlib.import_module(module).CHECKS]
+    names = [check.__name__ for check in getattr(importlib.import_module(module), which)]
     verdicts: dict[str, str] = {}
     while len(verdicts) < len(names):
         folder = folders.mktemp(module)
-        run = launch(ranks, sys.executable, WORKER, module, str(folder), str(len(verdicts)), timeout=150)
+        words = (module, which, str(folder), str(len(verdicts)))
+        run = launch(ranks, sys.executable, WORKER, *words, timeout=150, env=env)
         results = [_read(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
         for name in names[len(verdicts) :]:
             said = [result.get(name) for result in results]

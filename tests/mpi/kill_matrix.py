@@ -1,6 +1,6 @@
 """Every way to die in every phase of a step: whatever one rank does, all ranks end.
 
-    python tests/mpi/kill_matrix.py [RANKS]        all 96 cases, as a table
+    python tests/mpi/kill_matrix.py [RANKS]        all 160 cases, as a table: 96 of data parallelism, 64 of a pipeline
 
 A case passes if within 10 s of the fault no process of the job is left, the launcher's exit code is not 0, and an
 exception's traceback was printed exactly once, with its rank.
@@ -14,11 +14,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kill_script import FAULTS, PHASES
+from kill_script import FAULTS, PHASES, PIPELINE_PHASES
 from mpi_launch import Launch, find_mpirun, vendor
 
 LIMIT = 10.0
 SCRIPT = str(Path(__file__).with_name("kill_script.py"))
+PIPELINE = ("--pp", "2", "--microbatches", "2")
+"""Flags of a pipeline of two stages, with the ranks that are left for data parallelism."""
 RAISING = {"raise": "RuntimeError: one rank comes to grief", "MemoryError": "Unable to allocate"}
 
 
@@ -43,11 +45,26 @@ def few_cases(ranks: int) -> list[tuple[str, str, int]]:
     return [(hows[i % 8], phases[(i + i // 6) % 6], ends[i // 6 % 2 ^ i % 2]) for i in range(12)]
 
 
-def run_case(how: str, phase: str, rank: int, ranks: int, folder: Path) -> Outcome:
+def pipeline_cases(ranks: int) -> list[tuple[str, str, int]]:
+    """All (how, phase, rank) with the flags of `PIPELINE`, on the first stage and on the last."""
+    return [(how, phase, rank) for how in FAULTS for phase in PIPELINE_PHASES for rank in (0, ranks - 1)]
+
+
+def few_pipeline_cases(ranks: int) -> list[tuple[str, str, int]]:
+    """One for every phase, on either stage twice."""
+    return [
+        ("SIGKILL", "forward", 0),
+        ("raise", "receive", ranks - 1),
+        ("SIGKILL", "backward", ranks - 1),
+        ("raise", "step", 0),
+    ]
+
+
+def run_case(how: str, phase: str, rank: int, ranks: int, folder: Path, flags: tuple[str, ...] = ()) -> Outcome:
     """Run one case."""
     folder = Path(tempfile.mkdtemp(dir=folder))  # the run's
     mark = folder / "mark"
-    with Launch(ranks, sys.executable, SCRIPT, how, phase, str(rank), str(mark), timeout=45) as job:
+    with Launch(ranks, sys.executable, SCRIPT, how, phase, str(rank), str(mark), *flags, timeout=45) as job:
         run = job.wait(grace=LIMIT)
         ended = time.time()
     if not mark.exists():
@@ -73,14 +90,16 @@ def main() -> None:
     mpirun = find_mpirun()
     if mpirun is None:
         sys.exit("no mpirun beside this python nor on PATH")
-    failed, worst, all_ = 0, 0.0, cases(ranks)
+    failed, worst = 0, 0.0
+    all_ = [((), case) for case in cases(ranks)] + [(PIPELINE, case) for case in pipeline_cases(ranks)]
     print(f"{len(all_)} cases at {ranks} ranks, {vendor(mpirun)}\n")
-    print(f"{'how':18}{'phase':12}{'rank':6}{'code':6}{'seconds':9}")
+    print(f"{'layout':8}{'how':18}{'phase':12}{'rank':6}{'code':6}{'seconds':9}")
     with tempfile.TemporaryDirectory() as folder:
-        for how, phase, rank in all_:
-            outcome = run_case(how, phase, rank, ranks, Path(folder))
+        for flags, (how, phase, rank) in all_:
+            outcome = run_case(how, phase, rank, ranks, Path(folder), flags)
             print(
-                f"{how:18}{phase:12}{rank:<6}{outcome.code!s:6}{outcome.seconds:<9.1f}{outcome.trouble or 'ok'}",
+                f"{'pp' if flags else 'dp':8}{how:18}{phase:12}{rank:<6}{outcome.code!s:6}{outcome.seconds:<9.1f}"
+                f"{outcome.trouble or 'ok'}",
                 flush=True,
             )
             if outcome.trouble:

@@ -1,7 +1,8 @@
-"""A training in which one rank comes to grief.   python kill_script.py HOW PHASE RANK MARK
+"""A training in which one rank comes to grief.   python kill_script.py HOW PHASE RANK MARK [FLAGS...]
 
 In step 2, as PHASE begins, rank RANK writes the time to the file MARK and then ends as HOW says.  What begins is told
-by the events of the training itself; a save is known by its first message after the optimizer's step.
+by the events of the training itself; a save is known by its first message after the optimizer's step.  The layout is
+what FLAGS say, data parallel without.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ PHASES = {
     "all-reduce": ("message", "all_reduce", "REDUCE"),
     "step": ("action", "STEP", ""),
     "save": ("message", "exchange", "STEP"),
+}
+PIPELINE_PHASES = {
+    "forward": ("action", "F", ""),
+    "receive": ("action", "RECV", ""),
+    "backward": ("action", "B", ""),
+    "step": ("action", "STEP", ""),
 }
 FLAGS = "--model gpt-tiny --batch 8 --steps 4 --save-every 1 --eval-every 0 --sample-length 0".split()
 
@@ -61,7 +68,7 @@ class Fault:
 
     def __init__(self, how: str, phase: str, mark: Path) -> None:
         self.how, self.mark = how, mark
-        self.wanted = PHASES[phase]
+        self.wanted = {**PHASES, **PIPELINE_PHASES}[phase]
         self.action = ""  # the last that began
         self.step = 0
 
@@ -70,7 +77,7 @@ class Fault:
             return
         if event.kind == "action":
             self.action = event.name
-            self.step += event.name.startswith("LOAD")
+            self.step += event.name.startswith("LOAD0")
         kind, name, action = self.wanted
         if self.step == 2 and event.kind == kind and event.name.startswith(name) and self.action.startswith(action):
             time.sleep(0.2)  # the others wait already
@@ -80,7 +87,7 @@ class Fault:
 
 if __name__ == "__main__":
     path = Path(sys.argv[4])
-    flags = [*FLAGS, "--run", str(path.parent / "run")]
+    flags = [*FLAGS, "--run", str(path.parent / "run"), *sys.argv[5:]]
     if world().rank == int(sys.argv[3]):
         with listen(Fault(sys.argv[1], sys.argv[2], path)):
             main(flags)

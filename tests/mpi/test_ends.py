@@ -26,7 +26,7 @@ def test_every_case_of_the_matrix_is_made_of_ways_phases_and_both_ends() -> None
 
 @pytest.mark.parametrize(("how", "phase", "rank"), few_cases(4), ids=lambda part: str(part).replace(" ", "-"))
 def test_one_rank_dies_and_all_are_gone_within_ten_seconds(how: str, phase: str, rank: int, tmp_path: Path) -> None:
-    """C72; all 96 cases: python tests/mpi/kill_matrix.py."""
+    """C72; all of its cases: python tests/mpi/kill_matrix.py."""
     outcome = run_case(how, phase, rank, 4, tmp_path)
     assert not outcome.trouble, f"{outcome.trouble}\n{outcome.output}"
 

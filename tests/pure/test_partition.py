@@ -73,7 +73,8 @@ def test_a_hundred_layers_on_as_many_stages_take_no_time():
     chance = random.Random(1)
     costs = [chance.random() for _ in range(100)]
     assert sum(balance(costs, 64, 3.0, 5.0).layers) == 100
-    assert balance([1e-300, 1e300, 1e-300], 2).layers == (2, 1)  # no sum is rounded away
+    assert balance([1.0 + 2**-50, 1.0, 1.0], 2).layers == (1, 2)  # no sum is rounded away
+    assert balance([1e-300, 1e300, 1e-300], 2).layers == (2, 1)
 
 
 def test_what_is_no_cost_is_refused_by_name():

@@ -37,9 +37,16 @@ def test_in_flight_is_what_went_forward_and_not_yet_back():
     assert check(with_update(with_messages(terapipe(2, 2, 3)))).peaks == (6, 6)
 
 
+def test_a_batch_adds_to_no_gradient_before_the_update_by_the_one_before_it():
+    """A whole backward waits for it, a split one only with its W: a B adds nothing."""
+    row = "LOAD0@0 COUNT0@0 F0@0 B0@0 LOAD1@0 COUNT1@0 F1@0 B1@0 W0@0 REDUCE0@0 STEP0@0 W1@0 REDUCE1@0 STEP1@0"
+    assert check(written(row)).peaks == (1,)
+    assert "B1@0 at place 7 comes before STEP0@0" in refusal(written(row.replace("W0@0 ", "").replace("W1@0 ", "")))
+
+
 def test_stages_may_be_on_ranks_in_any_way():
     rows = written("F0@2 F0@1 F1@1 F1@2 B1@2 B1@1 B0@2 B0@1", "F0@0 F1@0 F0@3 F1@3 B1@3 B0@3 B1@0 B0@0")
-    assert "row 0: F0@2 at place 3 comes before F0@1, which it needs" == refusal(with_update(with_messages(rows)))
+    assert refusal(with_update(with_messages(rows))) == "row 0: F0@2 at place 3 comes before F0@1, which it needs"
     rows[0][:3] = parse_row("F0@1 F0@2 F1@1")
     assert check(with_update(with_messages(rows))).placement == (1, 0, 0, 1)
 
@@ -90,6 +97,10 @@ def test_stages_may_be_on_ranks_in_any_way():
         (
             "LOAD0@0 COUNT0@0 F0@0 LOAD1@0 COUNT1@0 F1@0 B0@0 B1@0 REDUCE0@0 STEP0@0 REDUCE1@0 STEP1@0",
             "row 0: B1@0 at place 7 comes before STEP0@0, which it needs",
+        ),
+        (
+            "LOAD0@0 COUNT0@0 F0@0 B0@0 LOAD1@0 COUNT1@0 F1@0 B1@0 W0@0 REDUCE0@0 W1@0 STEP0@0 REDUCE1@0 STEP1@0",
+            "row 0: W1@0 at place 10 comes before STEP0@0, which it needs",
         ),
         (
             "LOAD0@0 COUNT0@0 F0@0 B0@0 REDUCE0@0 STEP0@0 COUNT1@0 LOAD1@0 F1@0 B1@0 REDUCE1@0 STEP1@0",

@@ -29,7 +29,7 @@ def played(rows: Schedule, costs: Costs) -> Timeline:
     return simulate(with_update(with_messages(rows)), costs)
 
 
-def picture(timeline: Timeline, num_ranks: int) -> str:
+def picture(timeline: Timeline, num_ranks: int, width: int = 3) -> str:
     """A column for each unit of time, the stage left out."""
     lines = []
     for rank, spans in enumerate(timeline.spans):
@@ -37,13 +37,14 @@ def picture(timeline: Timeline, num_ranks: int) -> str:
         for action, start, stop in spans:
             if action.kind in COMPUTE:
                 slots[int(start) : int(stop)] = [short(action, num_ranks)] * int(stop - start)
-        lines.append(f"s{rank}|" + "".join(f"{slot:>3}" for slot in slots))
+        lines.append(f"s{rank}|" + "".join(f"{slot:>{width}}" for slot in slots))
     return "\n".join(lines)
 
 
 def short(action: Action, num_ranks: int) -> str:
     chunk = action.stage // num_ranks
-    return f"{action.kind}{action.micro}" + (f".{chunk}" if chunk else "")
+    part = "" if action.part is None else f".{action.part}"
+    return f"{action.kind}{action.micro}{part}" + (f".{chunk}" if chunk else "")
 
 
 def chunks(row: Row, num_ranks: int) -> str:
@@ -224,6 +225,22 @@ def test_terapipe_goes_through_the_slices_and_back_in_reverse():
     timeline = played(terapipe(4, 2, 4), UNIT)
     assert (timeline.makespan, timeline.idle, timeline.peak_micros) == (22, (6,) * 4, (8,) * 4)
     assert terapipe(3, 4, 1) == gpipe(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("generator", "sizes", "costs"),
+    [
+        (gpipe, (3, 3), UNIT),
+        (one_f_one_b, (3, 4), UNIT),
+        (zb_h1, (3, 4), DOUBLE),
+        (terapipe, (2, 2, 2), UNIT),
+    ],
+)
+def test_the_picture_in_a_generators_documentation_is_what_it_makes(generator, sizes, costs):
+    lines = [line.split("(")[0].split() for line in generator.__doc__.splitlines() if line.strip().startswith("s")]
+    drawn = [line for line in lines if line and line[0].endswith("|")]
+    made = picture(played(generator(*sizes), costs), sizes[0], width=5).splitlines()
+    assert drawn == [line.split() for line in made]
 
 
 def test_one_rank_is_accumulation_in_every_schedule_that_alternates():

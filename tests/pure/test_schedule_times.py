@@ -71,11 +71,11 @@ def test_stages_may_cost_differently():
 
 
 def test_messages_that_take_time_lengthen_what_waits_for_them():
-    """1F1B waits for a message both ways between every pair of the steady state, GPipe only to fill and drain."""
+    """1F1B on two ranks waits for one both ways for every two micro-batches, GPipe only to fill and to drain."""
     for message in (0, 0.5, 2):
         costs = Costs(message=message)
         assert simulate(flush(gpipe(2, 4)), costs).makespan == 3 * 5 + 2 * message
-        assert simulate(flush(one_f_one_b(2, 4)), costs).makespan == 3 * 5 + 2 * message * 4
+        assert simulate(flush(one_f_one_b(2, 4)), costs).makespan == 3 * 5 + 2 * message * 2
 
 
 def test_ranks_that_update_by_themselves_do_not_wait_for_the_others():
@@ -127,15 +127,23 @@ def test_bytes_on_their_way_count_with_the_sender_and_what_has_come_with_the_rec
     """Rank 1 is the slow one: what rank 0 sent waits there, and what came is in use."""
     costs, sizes = Costs(f=[1, 10], b=0, w=1), Sizes([100, 1000], [0, 0], [0, 7])
     timeline = simulate(flush(gpipe(2, 4)), costs, sizes)
-    # rank 0: four tapes, and at time 4 the outputs 1, 2 and 3 are not received; rank 1: four tapes, then gradients
+    # rank 0: four tapes, and at time 4 the outputs 1, 2 and 3 are not received; rank 1: four tapes, and after its first
+    # B a gradient in place of one
     assert timeline.peak_bytes == (4 * 100 + 3 * 7, 4 * 1000)
 
 
 def test_a_gradient_waits_with_the_rank_that_made_it():
-    """Rank 0 forwards 0 1 2 slowly while rank 1 has made both gradients of a micro-batch that came early."""
+    """Rank 0 is slow: the gradient of 0 is there long before it is asked for."""
     rows = [parse_row("F0@0 F1@0 F2@0 B0@0 B1@0 B2@0"), parse_row("F0@1 B0@1 F1@1 B1@1 F2@1 B2@1")]
     timeline = simulate(flush(rows), Costs(f=[10, 1], b=0, w=1), Sizes([100, 1000], [0, 0], [0, 7]))
+    # rank 0: three tapes, and at the moment in which B0 begins the gradient; rank 1: what 0 made, while 1 is there
     assert timeline.peak_bytes == (300 + 7, 1000 + 7)
+
+
+def test_what_was_received_at_once_is_gone_before_the_next_forward():
+    rows = [parse_row("F0@0 F0@2 B0@2 F1@0 B0@0 F1@2 B1@2 B1@0"), parse_row("F0@1 B0@1 F1@1 B1@1")]
+    # The gradient of 50 that B0@2 made is with rank 1 when F1@0 begins, and F1@0 sends 1.
+    assert simulate(flush(rows), sizes=Sizes([100, 0, 0], [0] * 3, [0, 1, 50])).peak_bytes == (2 * 100 + 1, 50)
 
 
 def test_what_passes_between_stages_of_one_rank_is_held_until_it_is_used():
@@ -191,37 +199,40 @@ def stops_by_trying(rows: Schedule, f: list[int], b: list[int], w: list[int], me
 
 
 def peaks_by_looking(timeline: Timeline, sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of every rank between any two moments at which something happens."""
+    """Bytes of every rank at the beginning and end of each of its actions, each time counted anew.
+
+    A point of a row is twice the place of an action, and one more for its end.
+    """
     spans = {span.action: span for row in timeline.spans for span in row}
+    point = {action: 2 * place for row in timeline.rows for place, action in enumerate(row)}
     rank_of = {action.stage: rank for rank, row in enumerate(timeline.rows) for action in row if action.kind == "F"}
-    held: list[tuple[int, float, float, int]] = []  # rank, from, to, bytes
-    for action, span in spans.items():
-        stage = action.stage
-        if action.kind == "F":
-            back = spans[action._replace(kind="B")]
-            held.append((rank_of[stage], span.start, back.stop, sizes.saved[stage]))
-            if (weights := spans.get(action._replace(kind="W"))) is not None:
-                held.append((rank_of[stage], back.stop, weights.stop, sizes.kept[stage]))
-        if action.kind in ("F", "B"):
-            other = stage + (1 if action.kind == "F" else -1)
-            if other not in rank_of:
-                continue
+    held: list[list[tuple[int, int, int]]] = [[] for _ in timeline.rows]  # bytes, from a point, to a point
+    sent: list[list[tuple[int, int, float]]] = [[] for _ in timeline.rows]  # bytes, from a point, to a time
+    for action in spans:
+        kind, _, stage, _ = action
+        if kind == "F":
+            back, weights = action._replace(kind="B"), action._replace(kind="W")
+            held[rank_of[stage]].append((sizes.saved[stage], point[action], point[back] + 1))
+            if weights in point:
+                held[rank_of[stage]].append((sizes.kept[stage], point[back] + 1, point[weights] + 1))
+        other = stage + {"F": 1, "B": -1}.get(kind, len(rank_of))
+        if other in rank_of:
             size = sizes.boundary[max(stage, other)]
-            use = spans[action._replace(stage=other)]
-            come = spans.get(action._replace(kind=f"RECV_{action.kind}", stage=other))
-            if come is None:
-                held.append((rank_of[stage], span.stop, use.start, size))
-            else:
-                sent = spans[action._replace(kind=f"SEND_{action.kind}")]
-                held += (rank_of[stage], sent.start, come.stop, size), (rank_of[other], come.stop, use.start, size)
-    moments = sorted({moment for span in spans.values() for moment in (span.start, span.stop)})
-    peaks = [0] * len(timeline.rows)
-    for one, two in pairwise(moments):
-        middle = (one + two) / 2
-        for rank in range(len(peaks)):
-            now = sum(size for on, start, stop, size in held if on == rank and start < middle < stop)
-            peaks[rank] = max(peaks[rank], now)
-    return tuple(peaks)
+            use = action._replace(stage=other)
+            send, come = action._replace(kind=f"SEND_{kind}"), use._replace(kind=f"RECV_{kind}")
+            made = point[come if come in point else action] + 1
+            held[rank_of[other]].append((size, made, point[use]))
+            if come in point:
+                sent[rank_of[stage]].append((size, point[send] + 1, spans[come].stop))
+    return tuple(
+        max(
+            sum(size for size, start, stop in held[rank] if start <= at < stop)
+            + sum(size for size, start, stop in sent[rank] if at == start or (start < at and time < stop))
+            for place, span in enumerate(timeline.spans[rank])
+            for at, time in ((2 * place, span.start), (2 * place + 1, span.stop))
+        )
+        for rank in range(len(timeline.rows))
+    )
 
 
 def test_times_and_bytes_of_random_schedules_are_those_found_the_slow_way():
@@ -237,3 +248,5 @@ def test_times_and_bytes_of_random_schedules_are_those_found_the_slow_way():
         assert {name: stop for name, (_, stop) in spans_of(timeline).items()} == stops, seed
         assert timeline.makespan == max(stops.values())
         assert timeline.peak_bytes == peaks_by_looking(timeline, sizes), seed
+        tenths = [[0.1 * cost for cost in costs] for costs in (f, b, w)]  # times that are not exact in binary
+        assert simulate(rows, Costs(*tenths, 0.1 * message), sizes).peak_bytes == timeline.peak_bytes, seed

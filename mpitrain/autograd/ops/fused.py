@@ -51,6 +51,8 @@ class Linear(Function):
 class GeluTanh(Function):
     """GELU in tanh form of x, or of x + bias; saves its slope, in the place of its input."""
 
+    undivided = True
+
     @staticmethod
     def forward(x: Array, bias: Array | None = None) -> tuple[Array, tuple[Any, ...]]:
         check_bias("gelu_tanh", x, bias)
@@ -81,6 +83,8 @@ def check_bias(op: str, x: Array, bias: Array | None) -> None:
 
 class LayerNorm(Function):
     """Normalise over the last dim; saves its input and two numbers a row."""
+
+    undivided = True
 
     @staticmethod
     def forward(x: Array, weight: Array, bias: Array, *, eps: float) -> tuple[Array, tuple[Any, ...]]:

@@ -36,6 +36,7 @@ class Residual(Function):
     """
 
     linear = (0, 1, 2)
+    undivided = True
 
     @staticmethod
     def forward(
@@ -54,6 +55,8 @@ class ResidualNorm(Function):
 
     Inputs x, y, branch_bias (or None), rows (or None), weight, bias.
     """
+
+    undivided = True
 
     @staticmethod
     def forward(

@@ -14,6 +14,7 @@ from itertools import product
 from types import FrameType
 from typing import Any, NamedTuple
 
+from mpitrain.autograd.carry import Leaf
 from mpitrain.autograd.tape import Node, Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -26,7 +27,9 @@ from mpitrain.debug.states.known import BatchArrays, Known, Place, of_parameter,
 from mpitrain.debug.states.mixing import Call, Mismatch
 from mpitrain.debug.states.rules import PICKS, VIEWS, check_shape, rule_of
 from mpitrain.events import Event, tell
+from mpitrain.nn.module import Boundary
 from mpitrain.nn.parameter import Parameter
+from mpitrain.pipeline.action import COMPUTE
 from mpitrain.spec import INVARIANT, MERGED_AXES, PARTIAL, REPLICATE, State
 
 AXES = ("edp", "ep", "cp", "tp")
@@ -41,8 +44,10 @@ class StateChecker:
             executor.step(batch)
 
     With an executor nothing else is needed: its F begins a forward pass, whose micro-batch is Shard(0) on the data
-    axes, Shard(1) on cp and Invariant on tp, and where F ends, the loss leaves.  Ops outside of F and B (evaluation,
-    sampling) are not looked at.  A program of its own calls `start`, `finish` and `confirm` itself.
+    axes, Shard(1) on cp and Invariant on tp, and whose inputs from another stage are as the model's boundary says.
+    Where F ends, the loss leaves, or what goes to the next stage, which must be as its boundary says.  Ops outside of
+    F, B and W (evaluation, sampling) are not looked at.  A program of its own calls `start`, `finish` and `confirm`
+    itself.
 
     Args:
         parameters: of the model; their specs say their states.
@@ -60,7 +65,6 @@ class StateChecker:
         self._digests = {axis: Digests(getattr(mesh, axis)) for axis in AXES if mesh.sizes[axis] > 1}
         self._axes = tuple(self._digests)
         self._names = {axis: "dp" if axis == "edp" and mesh.sizes["ep"] == 1 else axis for axis in AXES}
-        self._loss_is_here = mesh.coords["pp"] == mesh.sizes["pp"] - 1
         self._known: weakref.WeakKeyDictionary[Tensor, Known] = weakref.WeakKeyDictionary()
         self._slots: weakref.WeakKeyDictionary[Tape, dict[int, Known]] = weakref.WeakKeyDictionary()
         for p in parameters:
@@ -90,12 +94,41 @@ class StateChecker:
                 meets.
             name: for errors.
         """
-        atoms = {atom: state for axis, state in states.items() for atom in MERGED_AXES.get(axis, (axis,))}
-        known = outside({axis: state for axis, state in atoms.items() if axis in self._axes}, name)
+        known = outside(self._by_axis(states), name)
         if isinstance(x, Tensor):
             self._known[x] = known
         else:
             self._batch.add(x, known)
+
+    def _by_axis(self, states: Mapping[str, State]) -> dict[str, State]:
+        """The states on the axes that are followed."""
+        atoms = {atom: state for axis, state in states.items() for atom in MERGED_AXES.get(axis, (axis,))}
+        return {axis: state for axis, state in atoms.items() if axis in self._axes}
+
+    def enter_stage(self, stage: int, inputs: Sequence[Tensor], boundary: Sequence[Boundary]) -> None:
+        """What comes into a stage of a pipeline lies as its boundary says.
+
+        Args:
+            stage: its number.
+            inputs: leaves.
+            boundary: what there is to say of each.
+        """
+        for x, kind in zip(inputs, boundary, strict=True):
+            self.declare(x, kind.states, f"the boundary of stage {stage}")
+            known = self._known[x]
+            self._note([x.data], filter(known.is_same, self._axes), partial(report.arrival, stage, known))
+
+    def leave_stage(self, stage: int, outputs: Sequence[Tensor], boundary: Sequence[Boundary]) -> None:
+        """What a stage hands on to the next: it must lie as the next one's boundary says.
+
+        Raises:
+            StateError: it is in another state.
+        """
+        for y, kind in zip(outputs, boundary, strict=True):
+            known = self._known.get(y)
+            for axis, state in self._by_axis(kind.states).items():
+                if known is not None and state not in known.states.get(axis, (state,)):
+                    raise report.boundary_error(known, stage, state, axis, self._names[axis])
 
     def states(self, x: Tensor) -> dict[str, State]:
         """The states of a value by axis, as far as they are known and certain."""
@@ -133,7 +166,7 @@ class StateChecker:
         if not self._axes:
             return
         if event.kind == "action":
-            if event.info["action"].kind in ("F", "B"):
+            if event.info["action"].kind in COMPUTE:
                 self._action(event.phase, event.info)
         elif event.kind == "op" and self._watches:
             if "node" in event.info:
@@ -145,13 +178,18 @@ class StateChecker:
                 self._end(event.info)
 
     def _action(self, phase: str, info: Mapping[str, Any]) -> None:
-        """F or B of the executor."""
+        """F, B or W of the executor."""
+        kind, _, stage, _ = info["action"]
         if phase == "begin":
             self.start(info["batch"])
+            if kind == "F":
+                self.enter_stage(stage, info["inputs"], info["boundary"])
             return
         self._watches = False
-        if info["action"].kind == "F" and self._loss_is_here:
+        if kind == "F" and info["output"] is not None:
             self.finish(info["output"])
+        elif kind == "F" and info["outputs"]:
+            self.leave_stage(stage, info["outputs"], info["executor"].model.boundary(stage + 1, info["batch"]))
         self.confirm()
 
     def _begin(self, info: Mapping[str, Any], site: str) -> None:
@@ -236,7 +274,7 @@ class StateChecker:
     def _look_up(self, x: Any) -> Known | None:
         """What is known of an input."""
         if isinstance(x, Tensor):
-            known = self._known.get(x)
+            known = self._known.get(x.stands_for if isinstance(x, Leaf) else x)
             if known is not None or x.tape is not None:
                 return known
             x = x.data

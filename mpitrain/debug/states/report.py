@@ -67,6 +67,26 @@ def _way_of_loss(state: State, axis: str) -> str:
     return "the sum over its elements is missing"
 
 
+def boundary_error(known: Known, stage: int, wanted: State, axis: str, name: str) -> StateError:
+    """What a stage hands on, in another state than that in which the next one takes it."""
+    state = known.states[axis][0]
+    site = "a stage that does nothing" if known.made is None else known.made.site
+    within = f"\n  in {known.made.path}" if known.made is not None and known.made.path else ""
+    return StateError(
+        f"at {site}: what stage {stage} hands on is {state} over {name}, but stage {stage + 1} takes it as {wanted}; "
+        f"{_way_of_boundary(state, wanted)} (from {known.origins[axis]}){within}"
+    )
+
+
+def _way_of_boundary(state: State, wanted: State) -> str:
+    if state == PARTIAL:
+        message = {"Invariant": "an all_reduce", "Replicate": "a sum_everywhere"}.get(wanted.name, "a reduce_scatter")
+        return f"{message} is missing before it"
+    if state.dim is not None and wanted.dim is None:
+        return f"{'a gather' if wanted == INVARIANT else 'an all_gather'} is missing before it, or the boundary is wrong"
+    return "the boundary is wrong, or a message before it"
+
+
 def odd_error(odd: Odd, name: str) -> StateError:
     """Values that ranks should hold alike, and do not."""
     verb = "hold" if len(odd.odd) > 1 else "holds"
@@ -80,6 +100,11 @@ def value(known: Known, axis: str) -> str:
     """What an op made."""
     assert known.made is not None
     return f"{_at(known.made)}: the value of {known.made.op} is {known.on(axis)} over {{axis}}"
+
+
+def arrival(stage: int, known: Known, axis: str) -> str:
+    """What came into a stage."""
+    return f"the input of stage {stage} is {known.on(axis)} over {{axis}}"
 
 
 def gradient(result: Known, x: Known, axis: str) -> str:

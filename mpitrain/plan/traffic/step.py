@@ -87,7 +87,7 @@ class Step:
         if self.slices is None:
             return
         if min(self.slices, default=0) < 1 or sum(self.slices) != self.sizes.seq_len:
-            shown = " + ".join(map(str, self.slices)) or "none"
+            shown = " + ".join(map(str, self.slices)) or "no"
             raise ConfigError(f"slices of {shown} tokens are not those of a sequence of {self.sizes.seq_len}")
         if self.cp > 1 or self.is_cut:
             raise ConfigError("slices go together with dp and tp, not with cp or sequence parallelism")

@@ -1,0 +1,150 @@
+"""The bubble of each schedule from a run's own events, beside its formula and the simulator.
+
+    mpirun -n 2 python -m mpi4py benchmarks/pipeline_bubble.py --rounds 5
+    mpirun -n 2 python -m mpi4py benchmarks/pipeline_bubble.py --rounds 5 --pictures docs/images
+
+Two ranks share a GPT of 4 blocks, cut in the middle: a vocabulary of 64 makes embedding and head too cheap to matter, so
+that both cost the same.  The trainings take turns; the ranks' clocks (mpitrain/debug/timeline.py) say what a step was
+like.  Formula and simulator are given the times that F, B and W took in that very step.
+
+With `--pictures` the step of each schedule whose bubble is the median is drawn, and the simulator's with its costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mpitrain  # noqa: F401 - before NumPy (mpitrain/blas.py)
+
+# isort: split
+import numpy as np
+
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import world
+from mpitrain.data.tokens import Batch
+from mpitrain.debug.timeline import Measured, Stopwatch, expected_bubble
+from mpitrain.events import listen
+from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.optim import AdamW
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.partition import balance
+from mpitrain.pipeline.passes import complete
+from mpitrain.pipeline.picture import svg
+from mpitrain.pipeline.simulate import Timeline, simulate
+
+SIZES = GPTConfig(vocab=64, layers=4, width=256, heads=4, seq_len=128)
+MICROBATCHES = 8
+ROWS = 4  # sequences of a micro-batch
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
+"""By name: stages of a rank."""
+FIRST_STEPS = 3  # that nobody looks at
+STEPS = 2  # of a round
+
+
+class Training(NamedTuple):
+    """A pipeline that stands ready."""
+
+    name: str
+    executor: Executor
+
+    @classmethod
+    def of(cls, name: str) -> Training:
+        """With the same initial values as all others."""
+        mesh = Mesh(world(), pp=world().size)
+        partition = balance([1.0] * SIZES.layers, mesh.pp.size * SCHEDULES[name])
+        model = GPT(SIZES, mesh, partition=partition)
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        return cls(name, Executor(model, optimizer, mesh, complete(name, **_shape(name)), clip=1.0))
+
+    def steps(self, batches: list[Batch]) -> list[Measured]:
+        """Train, and see what each step was like; the same on every rank."""
+        watch = Stopwatch(keep=len(batches))
+        world().barrier()
+        with listen(watch):
+            for batch in batches:
+                self.executor.step(batch)
+        return [watch.gather(self.executor.mesh.pp, step) for step in range(len(batches))]
+
+
+def _shape(name: str) -> dict[str, int]:
+    return {"ranks": world().size, "microbatches": MICROBATCHES, "chunks": SCHEDULES[name]}
+
+
+def _batches(number: int, seed: int) -> list[Batch]:
+    """Random tokens, the same on every rank."""
+    random = np.random.default_rng(seed)
+    rows = ROWS * MICROBATCHES
+    made = []
+    for step in range(number):
+        tokens = random.integers(SIZES.vocab, size=(rows, SIZES.seq_len + 1))
+        made.append(Batch(tokens[:, :-1], tokens[:, 1:], np.arange(rows), np.arange(SIZES.seq_len), step))
+    return made
+
+
+def _simulated(name: str, step: Measured) -> Timeline:
+    return simulate(complete(name, **_shape(name)), step.costs)
+
+
+def _facts(name: str, step: Measured) -> dict[str, Any]:
+    """Plain numbers; times in milliseconds."""
+    costs = step.costs
+    return {
+        "measured": step.bubble,
+        "formula": expected_bubble(name, **_shape(name), costs=costs),
+        "simulated": _simulated(name, step).bubble,
+        "makespan": step.makespan,
+        "busy": step.busy,
+        "waiting": step.waiting,
+        "f": costs.f,
+        "b": costs.b,
+        "w": costs.w,
+        "message": step.message,
+    }
+
+
+def measure(rounds: int) -> dict[str, list[Measured]]:
+    """The steps of each schedule, all rounds."""
+    trainings = [Training.of(name) for name in SCHEDULES]
+    for training in trainings:
+        training.steps(_batches(FIRST_STEPS, 0))
+    found: dict[str, list[Measured]] = {training.name: [] for training in trainings}
+    for number in range(rounds):
+        for training in trainings if number % 2 == 0 else reversed(trainings):
+            found[training.name] += training.steps(_batches(1 + STEPS, 1 + number))[1:]
+    return found
+
+
+def draw(found: dict[str, list[Measured]], folder: Path) -> list[Path]:
+    """A picture of each schedule's median step, and of what the simulator makes of its costs."""
+    written = []
+    for name, steps in found.items():
+        step = sorted(steps, key=lambda step: step.bubble)[len(steps) // 2]
+        for suffix, what, timeline in (
+            ("", "measured", step.timeline),
+            ("-simulated", "simulated with its costs", _simulated(name, step)),
+        ):
+            path = folder / f"pipeline-measured-{name}{suffix}.svg"
+            path.write_text(svg(timeline, f"{name}, {what}, times in ms"), encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pictures", type=Path, help="folder to draw into")
+    options = parser.parse_args()
+    found = measure(options.rounds)
+    if world().rank:
+        return
+    if options.pictures is not None:
+        draw(found, options.pictures)
+    schedules = {name: [_facts(name, step) for step in steps] for name, steps in found.items()}
+    print(json.dumps({"schedules": schedules}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
