@@ -3,9 +3,9 @@
     mpirun -n 2 python -m mpi4py benchmarks/pipeline_bubble.py --rounds 5
     mpirun -n 2 python -m mpi4py benchmarks/pipeline_bubble.py --rounds 5 --pictures docs/images
 
-Two ranks share a GPT of 4 blocks, cut in the middle: a vocabulary of 64 makes embedding and head too cheap to matter, so
-that both cost the same.  The trainings take turns; the ranks' clocks (mpitrain/debug/timeline.py) say what a step was
-like.  Formula and simulator are given the times that F, B and W took in that very step.
+Two ranks share a GPT of 4 blocks, cut in the middle: a vocabulary of 64 makes embedding and head too cheap to matter,
+so that both cost the same.  The trainings take turns; the ranks' clocks (mpitrain/debug/timeline.py) say what a step
+was like.  Formula and simulator are given the times that F, B and W took in that very step.
 
 With `--pictures` the step of each schedule whose bubble is the median is drawn, and the simulator's with its costs.
 """

@@ -41,9 +41,9 @@ SIZES = {
 class Task(NamedTuple):
     """What both sides train.
 
-    batch: sequences of the global batch; ranks: processes of each side; tp, cp, pp, sequence_parallel: how mpitrain lays
-    the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule, chunks: of
-    the pipeline.
+    batch: sequences of the global batch; ranks: processes of each side; tp, cp, pp, sequence_parallel: how mpitrain
+    lays the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule,
+    chunks: of the pipeline.
     """
 
     layers: int

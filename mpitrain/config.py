@@ -361,15 +361,17 @@ def check_layout(config: Config, dp: int) -> None:
 def _check_pipeline(config: Config) -> None:
     """What the schedule asks of the number of micro-batches, and of what it can go together with.
 
-    On one stage every schedule is the same work, so nothing is asked there.
+    On one stage every schedule is the same work, so nothing is asked of it there.
     """
     pp, m, name = config.pp, config.microbatches, config.schedule
+    if config.stage_layers is not None:
+        _check_stage_layers(config)
     if pp == 1:
         return
     if name == "interleaved" and config.chunks > 1 and m % pp:
         raise ConfigError(
-            f"--schedule interleaved: --microbatches {m} is not divisible by --pp {pp}: the stages of a rank take turns "
-            f"in groups of {pp}.  Try --microbatches {max(pp, round(m / pp) * pp)}, or --schedule 1f1b."
+            f"--schedule interleaved: --microbatches {m} is not divisible by --pp {pp}: the stages of a rank take turns"
+            f" in groups of {pp}.  Try --microbatches {max(pp, round(m / pp) * pp)}, or --schedule 1f1b."
         )
     if name == "pipedream" and m != 1:
         raise ConfigError(
@@ -391,9 +393,7 @@ def _check_pipeline(config: Config) -> None:
         if value > (option == "cp"):
             raise ConfigError(_refusal(name, option, value))
     if name == "terapipe" and config.slices > config.seq_len:
-        raise ConfigError(f"--slices {config.slices}: a sequence of {config.seq_len} tokens has no so many slices.")
-    if config.stage_layers is not None:
-        _check_stage_layers(config)
+        raise ConfigError(f"--slices {config.slices}: a sequence of {config.seq_len} tokens has not so many slices.")
 
 
 def _refusal(schedule: str, option: str, value: Any) -> str:
@@ -413,13 +413,13 @@ def _check_stage_layers(config: Config) -> None:
     """Blocks of each stage: as many numbers as stages, which sum to the layers."""
     given = config.stage_layers or ""
     words = given.split(",")
-    stages = config.pp * (config.chunks if config.schedule == "interleaved" else 1)
+    stages = config.pp * (config.chunks if config.schedule == "interleaved" and config.pp > 1 else 1)
     if not all(word.isascii() and word.isdigit() and len(word) < 5 for word in words):
         raise ConfigError(f"--stage-layers {show(given)}: must be whole numbers joined by commas, as 3,2,2,1.")
     if len(words) != stages or sum(map(int, words)) != config.layers:
         raise ConfigError(
-            f"--stage-layers {given}: {len(words)} stages with {sum(map(int, words))} blocks; wanted are {stages} "
-            f"stages with the model's {config.layers}."
+            f"--stage-layers {given}: blocks for {len(words)} of {stages} stages, {sum(map(int, words))} of the model's"
+            f" {config.layers}; give a number for each of the {stages}, 0 or more, whose sum is {config.layers}."
         )
 
 

@@ -255,6 +255,9 @@ def _hand_rows() -> Iterator[BadInput]:
     )
 
 
+_PP = ("--pp", "2")
+
+
 def _layout_rows() -> Iterator[BadInput]:
     for name, ranks, argv, words in (
         ("more dp than ranks", 2, ("--dp", "4"), ("dp 4", "2")),
@@ -267,7 +270,45 @@ def _layout_rows() -> Iterator[BadInput]:
         ("a batch larger than memory", 2, ("--batch", "16777216", "--width", "8192"), ("--batch 16777216", "GiB")),
         ("sequences longer than the text", 2, ("--seq-len", "1048576"), ("1048576",)),
         ("sequences longer than the validation text", 2, ("--seq-len", "5000"), ("5000",)),
-    ):
+        ("more pp than ranks", 2, ("--pp", "4"), ("--pp 4", "4 ranks", "2")),
+        ("pp that does not divide the ranks", 4, ("--pp", "3"), ("--pp 3", "4", "-n 3")),
+        ("pp and dp for more than the ranks", 4, ("--pp", "2", "--dp", "4"), ("--pp 2 --dp 4", "8 ranks")),
+        ("groups of interleaved", 2, (*_PP, "--schedule", "interleaved", "--microbatches", "1"),
+         ("--schedule interleaved", "--microbatches 1", "--pp 2", "Try --microbatches 2")),
+        ("micro-batches of pipedream", 2, (*_PP, "--schedule", "pipedream", "--microbatches", "2", "--clip", "0"),
+         ("--schedule pipedream", "--microbatches 2", "must be 1", "pipedream-2bw")),
+        ("clipping with pipedream", 2, (*_PP, "--schedule", "pipedream"),
+         ("--schedule pipedream", "--clip 1", "--clip 0")),
+        ("a tied table with pipedream", 2, (*_PP, "--schedule", "pipedream", "--clip", "0", "--tied"),
+         ("--schedule pipedream", "--tied", "--untied")),
+        ("few micro-batches of pipedream-2bw", 2, (*_PP, "--schedule", "pipedream-2bw"),
+         ("--schedule pipedream-2bw", "--microbatches 1", "--pp 2")),
+        ("cp with pipedream", 4, (*_PP, "--schedule", "pipedream", "--clip", "0", "--cp", "2"),
+         ("--schedule pipedream", "--cp 2")),
+        ("cp with pipedream-2bw", 4, (*_PP, "--schedule", "pipedream-2bw", "--microbatches", "2", "--cp", "2"),
+         ("--schedule pipedream-2bw", "--cp 2")),
+        ("cp with terapipe", 4, (*_PP, "--schedule", "terapipe", "--cp", "2"), ("--schedule terapipe", "--cp 2")),
+        ("sequence parallelism with terapipe", 4,
+         (*_PP, "--schedule", "terapipe", "--tp", "2", "--sequence-parallel"),
+         ("--schedule terapipe", "--sequence-parallel")),
+        ("more slices than tokens", 2, (*_PP, "--schedule", "terapipe", "--slices", "99"), ("--slices 99", "32")),
+        ("blocks of too few stages", 2, (*_PP, "--stage-layers", "2"), ("--stage-layers 2", "1 of 2 stages")),
+        ("blocks of too many stages", 2, (*_PP, "--stage-layers", "1,1,0"), ("--stage-layers 1,1,0", "3 of 2 stages")),
+        ("blocks of another model", 2, (*_PP, "--stage-layers", "2,1"), ("--stage-layers 2,1", "3 of the model's 2")),
+        ("blocks below none", 2, (*_PP, "--stage-layers", "3,-1"), ("--stage-layers 3,-1", "whole numbers")),
+        ("blocks in words", 2, (*_PP, "--stage-layers", "one,two"), ("--stage-layers one,two", "whole numbers")),
+        ("blocks that end in a comma", 2, (*_PP, "--stage-layers", "1,1,"), ("--stage-layers 1,1,", "whole numbers")),
+        ("blocks in another script", 2, (*_PP, "--stage-layers", "١,١"), ("--stage-layers ١,١", "whole numbers")),
+        ("blocks of enormous numbers", 2, (*_PP, "--stage-layers", "9" * 400 + ",1"), ("whole numbers",)),
+        ("blocks of the stages of interleaved", 2,
+         (*_PP, "--schedule", "interleaved", "--microbatches", "2", "--stage-layers", "1,1"),
+         ("--stage-layers 1,1", "2 of 4 stages")),
+        ("blocks of stages without a pipeline", 2, ("--stage-layers", "1,1"), ("--stage-layers 1,1", "2 of 1 stages")),
+        ("blocks in words without a pipeline", 2, ("--stage-layers", "one"), ("--stage-layers one", "whole numbers")),
+        ("blocks of the chunks of one stage", 2, ("--schedule", "interleaved", "--stage-layers", "1,1"),
+         ("--stage-layers 1,1", "2 of 1 stages")),
+        ("a batch that does not divide over pipelines", 6, (*_PP, "--dp", "3"), ("--batch 16", "3", "Try --batch 15")),
+    ):  # fmt: skip
         yield BadInput(name, argv, words, ranks, alone=False)
 
 

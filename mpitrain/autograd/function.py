@@ -45,8 +45,8 @@ class Function:
         bilinear: True if inputs 0 and 1 are factors: what `linear` says of input 0 then holds of input 1 as well, but
             of one of the two at a time.
         weight_side: True for cast, copy, transpose and all_gather: of a weight they make a weight.
-        undivided: True if the gradients of all inputs come from one pass: a split backward (B and W) would make it twice,
-            so B makes those of weights, too.
+        undivided: True if the gradients of all inputs come from one pass, which a split backward (B and W) should not
+            make twice: B makes those of weights along.
         takes_lazy: True if backward accepts a `Lazy` gradient; else it is computed first.
         like: the operation whose rules of states hold for this one too; None: its own, or those of an operation element
             by element.  Its inputs begin as those of `like`, and its keyword arguments are called as there.

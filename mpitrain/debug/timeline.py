@@ -42,7 +42,7 @@ BARRIERS = 5  # at which the clocks of hosts are compared
 
 
 class _Step(NamedTuple):
-    """What one rank did: spans by its own clock, in seconds; at each end the bytes in flight, if they were asked for."""
+    """What one rank did: spans in seconds of its own clock; at each end the bytes in flight, if they were asked for."""
 
     spans: list[Span]
     seen: set[Action]
@@ -107,7 +107,7 @@ class Stopwatch:
         lacking = [rank for rank, lane in enumerate(found) if lane is None]
         if lacking:
             raise ScheduleError(
-                f"rank {lacking[0]} of axis {axis.name} has watched no step {step}: it keeps {len(self)} of them here.\n"
+                f"rank {lacking[0]} of axis {axis.name} keeps no step {step} with an F in it, this rank {len(self)} in all.\n"
                 "Listen on every rank while the executor makes a step: with listen(watch): executor.step(batch)."
             )
         fast = _clock_offsets(axis)
@@ -155,7 +155,10 @@ class Measured:
 
     @property
     def waiting(self) -> tuple[float, ...]:
-        """For each rank the time in receives.  What is neither busy nor waiting is the executor's own, and its sends'."""
+        """For each rank the time in receives.
+
+        What is neither busy nor waiting is the executor's own, and that of sends.
+        """
         return self._time_in("RECV_F", "RECV_B")
 
     @property
@@ -178,7 +181,7 @@ class Measured:
 
     @property
     def message(self) -> float:
-        """The median time from the beginning of a send to the end of its receive, of those that were waited for; else 0.
+        """The median time from the beginning of a send to the end of its receive, of receives that waited; else 0.
 
         What arrives before it is needed costs no time.  Where ranks are threads they take turns, and this says little.
         """
@@ -261,8 +264,8 @@ def expected_bubble(
             at least as many micro-batches as ranks.
         costs: only their proportions count, and only for zb-h1; of several stages the mean.
 
-    Source: Narayanan et al. 2021, arXiv:2104.04473, sections 2.1 and 2.2 (there relative to the ideal, not to the whole);
-    Qi et al. 2023, arXiv:2401.10241, table 1.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, sections 2.1 and 2.2 (there relative to the ideal time, not to the
+    whole); Qi et al. 2023, arXiv:2401.10241, table 1.
     """
     if name == "zb-h1":
         found = costs or Costs()

@@ -92,6 +92,14 @@ class Module:
         """
         return (self(batch),)
 
+    def run_stage(self, stage: int, batch: Any, *inputs: Any, carry: Any = None) -> tuple[Any, ...]:
+        """`forward_stage`, whose ops then know that they are the model's, as a call makes them."""
+        token = PATH.set(self.name or PATH.get())
+        try:
+            return self.forward_stage(stage, batch, *inputs, carry=carry)
+        finally:
+            PATH.reset(token)
+
     def boundary(self, stage: int, batch: Any) -> tuple[Boundary, ...]:
         """What comes into a stage for this micro-batch; nothing into stage 0."""
         return ()

@@ -330,7 +330,7 @@ class Executor:
         if self.versions is not None:
             self.versions.enter(key, run.plan.batch_of(action))
         with Tape() as tape:
-            outputs = self.model.forward_stage(stage, run.part(action), *inputs, carry=carry)
+            outputs = self.model.run_stage(stage, run.part(action), *inputs, carry=carry)
         flight = run.flying[key] = _Flight(tape, inputs, outputs, carry)
         if stage == self.model.num_stages - 1:
             run.losses[run.plan.batch_of(action)] += float(to_host(outputs[0].data))
@@ -482,7 +482,7 @@ class Executor:
             [stage],
             self.model.num_stages - 1,
             unit,
-            lambda stage, *inputs: self.model.forward_stage(stage, batch, *inputs),
+            lambda stage, *inputs: self.model.run_stage(stage, batch, *inputs),
             lambda stage: self.model.boundary(stage, batch),
             made,
         )

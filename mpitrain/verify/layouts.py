@@ -71,18 +71,23 @@ class Count:
 
     Attributes:
         way: the way that has them; the word stands beside it.
-        flag: what a script gets before the number.
+        option: of the trainer.
         meaning: in words.
     """
 
     way: str
-    flag: str
+    option: str
     meaning: str
+
+    @property
+    def flag(self) -> str:
+        """What a script gets before the number."""
+        return f"--{self.option}"
 
 
 COUNTS = {
-    "v": Count("interleaved", "--chunks", "stages a rank"),
-    "s": Count("terapipe", "--slices", "slices a sequence"),
+    "v": Count("interleaved", "chunks", "stages a rank"),
+    "s": Count("terapipe", "slices", "slices a sequence"),
 }
 """Letter -> what it counts; where it is not given, the script's own default counts."""
 

@@ -84,7 +84,7 @@ def _other_schedule(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
     for index, row in seen:
         if row != rows[index]:
             return (
-                f"the script did not obey {flags}: stage {index} computed {_shown(row)}, not {_shown(rows[index])}"
+                f"the script did not obey {flags}: rank {index} of pp computed {_shown(row)}, not {_shown(rows[index])}"
             )
     return ""
 

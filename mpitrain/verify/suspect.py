@@ -61,6 +61,7 @@ def hints(finding: Finding, layout: Layout, alone: Alone = (), state_error: str 
     if finding.problem and finding.kind != "step":
         axes = tuple(dict.fromkeys(_SHOWN.get(axis, axis) for axis in finding.split.axes)) if finding.split else ()
         along = f", along {' and '.join(axes)}" if axes else ""
+        along += " (the two stages that share it)" * ("pp" in axes)
         found.append(Hint("replicas" if finding.split else "problem", finding.problem + along, axes))
     if alone:
         text = ", ".join(f"{part} {word}" for part, word in alone)
@@ -125,6 +126,8 @@ def _counts(sizes: Mapping[str, int]) -> dict[int, tuple[str, tuple[str, ...]]]:
         for several in combinations(sizes, count):
             number = math.prod(sizes[axis] for axis in several)
             found.setdefault(number, (f"over axes whose sizes multiply to {number}", tuple(sizes)))
+    if "pp" in sizes:
+        found.setdefault(2, ("over the two ends of pp", ("pp",)))
     return found
 
 
@@ -146,7 +149,8 @@ def _suspect(found: Sequence[Hint], layout: Layout, alone: Alone) -> str:
     if alone and all(word == "equal" for _, word in alone):
         ways = [way for way in layout.ways if WAYS[way].axis in layout.sizes]
         if len(layout.sizes) == 1:
-            return f"{WAYS[ways[0]].meaning} on {next(iter(layout.sizes))}"
+            what = f"schedule {layout.schedule}" if layout.schedule else WAYS[ways[0]].meaning
+            return f"{what} on {next(iter(layout.sizes))}"
         return f"{' and '.join(layout.sizes)} together: each alone is equal"
     axes = [set(hint.axes) for hint in found if hint.axes]
     if not axes:

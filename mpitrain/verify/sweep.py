@@ -1,8 +1,8 @@
 """Random cases: a model, a layout and options that nobody has thought of together, each proven against one rank.
 
 Case S is a pure function of the seed S, so `--sweep 1 --seed S` is that case alone.  Sizes are small and odd: a
-vocabulary that does not divide, heads of three, one layer, more ranks than tokens of the vocabulary.  Every case is one
-that the trainer must accept, so a refusal is a failure too.
+vocabulary that does not divide, heads of three, one layer, more ranks than tokens of the vocabulary, stages without a
+block, fewer micro-batches than stages.  Every case is one that the trainer must accept, so a refusal is a failure too.
 
 Everything runs in this process, with the parts that the trainer is made of; a case takes some hundredths of a second.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from mpitrain.assemble import build_executor, build_model, build_optimizer
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
-from mpitrain.config import Config, check_layout
+from mpitrain.config import OPTIONS, Config, check_layout
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.capture import Record
@@ -31,7 +31,7 @@ from mpitrain.errors import StateError
 from mpitrain.verify import report
 from mpitrain.verify.here import record_on
 from mpitrain.verify.judge import Verdict, judge
-from mpitrain.verify.layouts import AXES, WAYS, Layout, all_layouts
+from mpitrain.verify.layouts import AXES, COUNTS, WAYS, Layout, all_layouts
 from mpitrain.verify.suspect import Hint, hints
 
 STEPS = 2  # the second sees what the first has left
@@ -68,11 +68,11 @@ class Case:
         """The trainer's settings in a layout."""
         settings = {axis: layout.sizes.get(axis, 1) for axis in AXES} | self.options
         kind = next((way for way in layout.ways if WAYS[way].group == "attention"), "ring")
-        schedule, counts = layout.schedule or "1f1b", dict(layout.counts)
-        settings |= {"schedule": schedule, "chunks": counts.get("v", 1), "slices": counts.get("s", 1)}
-        cut = settings["stage_layers"] or ""
-        if len(cut.split(",")) != settings["pp"] * settings["chunks"]:  # an axis alone has other stages
-            settings["stage_layers"] = None
+        settings["schedule"] = layout.schedule or OPTIONS["schedule"].default
+        for letter, number in layout.counts:
+            settings[COUNTS[letter].option] = number
+        if (layout.sizes.get("pp"), layout.counts) != (self.layout.sizes.get("pp"), self.layout.counts):
+            settings["stage_layers"] = None  # an axis alone has other stages
         return Config(**settings, cp_attention=kind, sequence_parallel="sp" in layout.ways, steps=STEPS)
 
 

@@ -1,5 +1,6 @@
 """Every layout is the same training run as one rank: checks_layouts.py on ranks that are threads."""
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,32 @@ def cases(*ranks):
 def test_every_layout_is_the_same_run(ranks, layout, tied):
     """T2.2, T11.1, T11.3, T11.5, T13.1, T14.6, C39: with dropout; after each step replicas hold the same bits."""
     run(ranks, tied=tied, **layout)
+
+
+def pipelines():
+    """Every layout of 2, 4 and 8 ranks with a pipeline in it; schedules, tied and untied are dealt out in turn."""
+    hows = itertools.cycle(
+        [
+            {"schedule": "1f1b", "tied": True},
+            {"schedule": "interleaved", "chunks": 2},
+            {"schedule": "zb-h1", "tied": True},
+            {"schedule": "gpipe"},
+            {"schedule": "1f1b"},
+            {"schedule": "interleaved", "chunks": 2, "tied": True},
+            {"schedule": "zb-h1"},
+        ]
+    )
+    for ranks, pp in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
+        for layout in checks.layouts(ranks, pp):
+            rows = checks.BATCH // layout["dp"]
+            how = {**layout, **next(hows), "micros": max(m for m in range(pp, max(pp, 4) + 1, pp) if rows % m == 0)}
+            yield pytest.param(ranks, how, id=checks.name_of(how))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [*pipelines()])
+def test_every_layout_with_a_pipeline_is_the_same_run(ranks, layout):
+    """T15.4, C39, C44."""
+    run(ranks, sizes=replace(checks.SIZES, layers=4), steps=3, **layout)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), cases(3, 6))

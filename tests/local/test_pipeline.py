@@ -146,7 +146,7 @@ def test_more_stages_than_blocks(blocks):
     run(4, sizes=two, blocks=blocks, schedule="interleaved", chunks=2, pp=4, micros=4, batch=4, steps=2)
 
 
-# -------------------------------------------------------------------------------------------- together with all the rest
+# ------------------------------------------------------------------------------------------- together with all the rest
 
 
 @pytest.mark.parametrize(

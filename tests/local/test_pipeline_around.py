@@ -97,7 +97,8 @@ def test_the_gradient_of_a_tied_table_is_the_sum_of_both_its_uses_and_counts_onc
         tied = executor_of(alone(), sizes=replace(SMALL, tied=True))
         for p in executor.model.parameters():
             name = "table.weight" if p.name == "head.weight" else p.name
-            p.data[...] = next(q.data for q in tied.model.parameters() if q.name == name)
+            same = next(q.data for q in tied.model.parameters() if q.name == name)
+            p.data[...] = same.T if p.name == "head.weight" else same
         executor.step(next(batches(executor, 4, 1)))
         return gradients(executor)
 
@@ -108,7 +109,7 @@ def test_the_gradient_of_a_tied_table_is_the_sum_of_both_its_uses_and_counts_onc
         return here.get("table.weight"), gradients(executor), executor.report.grad_norm
 
     parts = untied()
-    expected = parts["table.weight"] + parts.pop("head.weight")
+    expected = parts["table.weight"] + parts.pop("head.weight").T
     found = LocalWorld(pp).run(tied)
     for rank, (here, full, norm) in enumerate(found):
         assert (here is None) == (0 < rank < pp - 1)
@@ -164,12 +165,13 @@ def test_all_ranks_clip_by_the_norm_of_all_stages(pp):
         return executor.report.grad_norm, *(float(p.data[0]) for p in model.parameters())
 
     first, *between, last = LocalWorld(pp).run(main)
-    assert first == pytest.approx((5.0, -0.6), rel=1e-12)
-    assert last == pytest.approx((5.0, -0.8), rel=1e-12)
+    assert first == pytest.approx((5.0, -0.6), rel=1e-6)  # clipping adds 1e-6 to the norm
+    assert last == pytest.approx((5.0, -0.8), rel=1e-6)
+    assert 4 * first[1] == pytest.approx(3 * last[1], rel=1e-15)
     assert between == [(5.0,)] * (pp - 2)
 
 
-# -------------------------------------------------------------------------------------- micro-batches of different shape
+# ------------------------------------------------------------------------------------- micro-batches of different shape
 
 
 class Ragged(Batch):
@@ -342,7 +344,7 @@ LAYOUTS = [{"pp": 1}, {"pp": 4, "schedule": "zb-h1"}, {"pp": 2, "dp": 2}, {"pp":
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_checkpoint_goes_from_any_pipeline_to_any_other(tmp_path, tied):
-    """Saved on two stages, loaded on others, saved there and loaded on two again: the same bits, and the same losses."""
+    """Saved on two stages, loaded on others, saved there and loaded on two again: the same bits and the same losses."""
     sizes = replace(SMALL, tied=tied)
 
     def start(**how):

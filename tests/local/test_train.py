@@ -75,11 +75,45 @@ def test_the_same_run_on_another_number_of_ranks_has_the_same_curve_and_sample(t
         (8, ["--tp", "2", "--cp", "2", "--sequence-parallel", "--microbatches", "3", "--check"]),
         (4, ["--cp", "2", "--cp-attention", "ulysses", "--tied"]),
         (4, ["--tp", "4", "--heads", "4", "--kv-heads", "2"]),
+        (4, ["--pp", "2", "--tp", "2", "--microbatches", "3", "--tied", "--layers", "2", "--check"]),
+        (
+            2,
+            [
+                "--pp",
+                "2",
+                "--schedule",
+                "interleaved",
+                "--microbatches",
+                "4",
+                "--layers",
+                "3",
+                "--stage-layers",
+                "1,1,1,0",
+            ],
+        ),
+        (
+            3,
+            [
+                "--pp",
+                "3",
+                "--schedule",
+                "zb-h1",
+                "--balance",
+                "flops",
+                "--microbatches",
+                "4",
+                "--layers",
+                "5",
+                "--check",
+            ],
+        ),
+        (4, ["--pp", "2", "--schedule", "terapipe", "--slices", "3", "--microbatches", "2", "--layers", "2", "--tied"]),
+        (8, ["--pp", "2", "--cp", "2", "--reducer", "bucketed", "--bucket-mib", "0.01", "--microbatches", "2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_same_run_in_another_layout_has_the_same_curve_and_sample(tmp_path, text, ranks, layout):
-    model = [word for flag in ("--tied", "--heads", "--kv-heads") for word in _with_value(layout, flag)]
+    model = [word for flag in ("--tied", "--heads", "--kv-heads", "--layers") for word in _with_value(layout, flag)]
     flags = ["--steps", "5", "--dtype", "float64", "--eval-every", "2"]
     train(1, tmp_path / "one", text, *flags, *model)
     train(ranks, tmp_path / "all", text, *flags, *layout)
@@ -173,6 +207,33 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path, text, tied):
         assert one == pytest.approx(other, rel=1e-9)
 
 
+@pytest.mark.parametrize("tied", [[], ["--tied"]], ids=["untied", "tied"])
+def test_a_run_goes_on_with_another_pipeline(tmp_path, text, tied):
+    flags = ["--steps", "8", "--dtype", "float64", "--layers", "3", "--microbatches", "2", *tied]
+    train(1, tmp_path / "whole", text, *flags)
+    train(2, tmp_path / "parts", text, *flags, "--pp", "2", "--stop-after", "2")
+    go_on = [*flags, "--resume", "latest"]
+    train(1, tmp_path / "parts", text, *go_on, "--pp", "1", "--stop-after", "3")
+    train(4, tmp_path / "parts", text, *go_on, "--pp", "4", "--schedule", "zb-h1", "--stop-after", "4")
+    train(4, tmp_path / "parts", text, *go_on, "--pp", "2", "--schedule", "interleaved", "--stop-after", "6")
+    train(2, tmp_path / "parts", text, *go_on, "--pp", "2", "--schedule", "1f1b")
+    assert [record["step"] for record in metrics(tmp_path / "parts")] == list(range(1, 9))
+    for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    assert (tmp_path / "whole" / "sample.txt").read_text() == (tmp_path / "parts" / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
+def test_a_pipeline_that_stops_and_goes_on_gives_the_same_bits(tmp_path, text, schedule):
+    flags = ["--pp", "2", "--schedule", schedule, "--microbatches", "4", "--layers", "4", "--steps", "6"]
+    flags += ["--save-every", "6"]
+    train(2, tmp_path / "whole", text, *flags)
+    train(2, tmp_path / "parts", text, *flags, "--stop-after", "3")
+    train(2, tmp_path / "parts", text, *flags, "--resume", "latest")
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert state(tmp_path / "parts", 6) == state(tmp_path / "whole", 6) != {}
+
+
 def test_ranks_that_divide_the_batch_may_be_more_or_fewer_when_a_run_goes_on(tmp_path, text):
     """--dp of the first start says nothing of the next one; with --dp there, it does."""
     flags = ["--steps", "6", "--dtype", "float64"]
@@ -249,6 +310,9 @@ def test_a_budget_is_turned_into_steps_once_and_written_down(tmp_path, text):
         (["--cp", "4", "--cp-attention", "ulysses"], ConfigError, "not both divisible by --cp 4"),
         (["--kv-heads", "3"], ConfigError, "--kv-heads 3"),
         (["--heads", "4", "--tp", "4", "--kv-heads", "4", "--dp", "2"], MeshError, "--dp 2 --tp 4 needs 8 ranks"),
+        (["--pp", "3"], MeshError, "--pp 3 needs a multiple of 3 ranks"),
+        (["--pp", "2", "--schedule", "interleaved", "--microbatches", "3"], ConfigError, "--microbatches 3"),
+        (["--pp", "4", "--stage-layers", "1,1"], ConfigError, "--stage-layers 1,1"),
     ],
 )
 def test_a_mistake_is_refused_on_every_rank_and_leaves_nothing(tmp_path, text, flags, error, words):

@@ -22,6 +22,7 @@ import pytest
 import mpitrain.models.gpt
 import mpitrain.parallel.sequence
 import mpitrain.parallel.tensor
+import mpitrain.pipeline.executor
 from mpitrain.autograd import Tensor, ops
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
@@ -36,8 +37,9 @@ from mpitrain.optim import Sgd
 from mpitrain.optim.adam import AdamW
 from mpitrain.parallel.data import FlatReducer
 from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.action import row_text
 from mpitrain.pipeline.passes import with_update
-from mpitrain.pipeline.schedules import one_stage
+from mpitrain.pipeline.schedules import SCHEDULES, compute_rows, one_stage
 from mpitrain.spec import Spec
 from mpitrain.verify import sweep
 from mpitrain.verify.command import main
@@ -260,12 +262,90 @@ def prove(layout: str, **options: Any) -> tuple[Verdict, dict[str, str]]:
     return verdict, {hint.label: hint.text for hint in hints(verdict.first, case.layout, parts)}
 
 
-@pytest.mark.parametrize("layout", [str(layout) for n in (3, 4) for layout in all_layouts(n)])
+WITHOUT_STAGES = [str(layout) for n in (3, 4) for layout in all_layouts(n) if not layout.schedule]
+
+
+@pytest.mark.parametrize("layout", WITHOUT_STAGES)
 def test_every_layout_of_three_and_four_ranks_is_equal(layout):
     options = {"heads": 3, "width": 12, "seq_len": 18, "batch": 12} if parse(layout).ranks == 3 else {}
     verdict, _ = prove(layout, tied=parse(layout).ranks == 3, **options)
     assert verdict.ok, verdict.first
     assert verdict.worst()[0].share < 0.01  # so far below its bound that any fault would stand out
+
+
+PIPELINES = [
+    *[f"pp2,{name}" for name, kind in SCHEDULES.items() if kind.versions is None],
+    *("pp4", "pp2,dp2,zb-h1", "pp2,tp2,sp,interleaved,v2", "pp2,cp2,ulysses,gpipe", "pp2,tp2,terapipe,s3"),
+]
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_a_pipeline_is_equal_with_every_schedule(layout):
+    verdict, _ = prove(layout, layers=4, tied=True)
+    assert verdict.ok, verdict.first
+    assert verdict.worst()[0].share < 0.01
+
+
+@pytest.mark.parametrize("stage_layers", ["0,2,0", "2,0,0", "0,0,2", "1,0,1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_without_a_block_are_equal_and_hold_nothing(stage_layers, tied):
+    """C46.  A stage in the middle has no parameter, no gradient and no optimizer state at all."""
+    how = {"layers": 2, "tied": tied, "stage_layers": stage_layers, "batch": 6, "clip": 0.1}
+    verdict, _ = prove("pp3", **how)
+    assert verdict.ok, verdict.first
+    case = sweep.Case(3, parse("pp3"), 17, {**MODEL, **how})
+    records = record(3, lambda: sweep.train(case, case.layout))
+    empty = [rank for rank, blocks in enumerate(stage_layers.split(",")) if blocks == "0"]
+    assert [not each[0].facts["parameters"] for each in records] == [rank == 1 and 1 in empty for rank in range(3)]
+    assert [each[1].facts["own loss"] != 0 for each in records] == [False, False, True]
+    names = [[name for name, *_ in each[0].facts["parameters"]] for each in records]
+    assert ("table.weight" in names[2]) == tied
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_the_order_of_the_computations_is_recorded(layout):
+    case = sweep.Case(3, parse(layout), 17, {**MODEL, "layers": 4})
+    records = record(case.layout.ranks, lambda: sweep.train(case, case.layout))
+    counts, pp = dict(case.layout.counts), case.layout.sizes["pp"]
+    chunks, slices = counts.get("v", 2), counts.get("s", 4)
+    name = case.layout.schedule or "1f1b"
+    rows = compute_rows(
+        name,
+        ranks=pp,
+        microbatches=2,
+        chunks=chunks if name == "interleaved" else 1,
+        slices=slices if name == "terapipe" else 1,
+    )
+    for begin, first, second in records:
+        expected = row_text(rows[begin.facts["coords"]["pp"]])
+        assert first.facts["compute"] == second.facts["compute"] == expected
+
+
+def test_a_tied_gradient_that_is_not_summed_over_the_ends_is_found(monkeypatch):
+    """C44."""
+    monkeypatch.setattr(mpitrain.pipeline.executor, "sum_over_ends", lambda parameters, mesh: None)
+    verdict, found = prove("pp2,dp2", tied=True, layers=2)
+    assert (verdict.first.step, verdict.first.what) == (1, "gradient of table.weight")
+    assert found["alone"] == "pp2 differs, dp2 equal"
+    assert found["replicas"].endswith("along pp (the two stages that share it)")
+    assert found["suspect"] == "pp"
+
+
+def test_a_norm_of_each_stage_is_found(monkeypatch):
+    """C28."""
+    whole = mpitrain.pipeline.executor.clip
+
+    def own(counted, grads, limit, total):
+        def of_stage(squares):
+            total(squares)
+            return squares
+
+        return whole(counted, grads, limit, of_stage)
+
+    monkeypatch.setattr(mpitrain.pipeline.executor, "clip", own)
+    verdict, found = prove("pp2", layers=2, clip=0.01)
+    assert verdict.first.what == "norm"
+    assert "rank 0 reports" in verdict.first.problem
 
 
 def test_noise_in_a_keys_bias_is_no_difference_however_small_the_rate():
@@ -425,10 +505,14 @@ def test_weights_that_start_from_other_numbers_are_found_before_the_first_step(m
 def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
     cases = [sweep.case_of(seed) for seed in range(60)]
     assert [sweep.case_of(seed) for seed in range(60)] == cases
-    for name in ("tied", "gelu", "dropout", "optimizer", "clip", "reducer", "microbatches", "kv_heads", "layers"):
+    more = ("stage_layers", "balance")
+    for name in ("tied", "gelu", "dropout", "optimizer", "clip", "reducer", "microbatches", "kv_heads", "layers", *more):
         assert len({case.options[name] for case in cases}) > 1, name
     assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in cases}
-    assert {way for case in cases for way in case.layout.ways} == {"sp", "ring", "ulysses", "rsa"}
+    assert {way for case in cases for way in case.layout.ways} == {word for word, way in WAYS.items() if not way.stale}
+    assert {letter for case in cases for letter, _ in case.layout.counts} == {"v", "s"}
+    assert any("0" in (case.options["stage_layers"] or "").split(",") for case in cases)
+    assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in cases)
     assert len({case.vocab for case in cases}) > 3
 
 
@@ -443,7 +527,7 @@ def test_random_cases_are_equal_to_one_rank(capsys, tmp_path):
 def test_a_failing_case_is_repeated_by_the_command_that_is_printed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(FlatReducer, "finish", after_finish(doubled))
     path = tmp_path / "sweep.json"
-    seeds = [seed for seed in range(40) if sweep.case_of(seed).layout.sizes.get("dp", 1) > 1]
+    seeds = [seed for seed in range(200) if sweep.case_of(seed).layout.sizes.get("dp", 1) > 1]
     broken = next(s for s in seeds if sweep.case_of(s).options["reducer"] == "flat")
     assert main(["--sweep", "1", "--seed", str(broken), "--json", str(path)]) == 1
     text = capsys.readouterr().out
@@ -487,11 +571,17 @@ import numpy as np
 import beside  # a module in the script's own folder
 import mpitrain.parallel.tensor
 from mpitrain.errors import ConfigError, StateError
-from mpitrain import AdamW, Executor, GPT, GPTConfig, Mesh, Tokens, load, one_stage, with_update, world
+from mpitrain import AdamW, Executor, GPT, GPTConfig, Mesh, Tokens, load, world
+from mpitrain.pipeline.partition import balance
+from mpitrain.pipeline.passes import complete
 
 
 @dataclass
 class Layout:
+    pp: int = 1
+    chunks: int = 2
+    slices: int = 4
+    schedule: str = "1f1b"
     dp: "int | None" = None
     cp: int = 1
     tp: int = 1
@@ -508,10 +598,10 @@ for flag, value in zip(flags[::2], flags[1::2]):
     if how == "takes none" or (how == "dp only" and flag != "--dp"):
         print("usage: script.py\\nscript.py: error: unrecognized arguments:", flag, value, file=sys.stderr)
         sys.exit(2)
-    if how != "deaf":
-        setattr(layout, flag.removeprefix("--"), int(value))
+    if how != "deaf" and not (how == "deaf to ways" and flag in ("--schedule", "--chunks", "--slices")):
+        setattr(layout, flag.removeprefix("--"), value if flag == "--schedule" else int(value))
 here = world()
-mesh = Mesh(here, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+mesh = Mesh(here, pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
 print("a word of the script")
 if how == "no step":
     sys.exit()
@@ -527,8 +617,16 @@ if here.size > 1:
         raise StateError("a rule of ours is broken")
 tokens = Tokens(load("text.txt"), seq_len=8)
 shape = GPTConfig(layers=1, width=16, heads=2, seq_len=8)
-model = GPT(shape, mesh, seed=1, sequence_parallel=sequence_parallel, cp_attention=kind)
-executor = Executor(model, AdamW(model.parameters(), lr=1e-3), mesh, with_update(one_stage(1)), clip=1.0)
+chunks = layout.chunks if layout.schedule == "interleaved" and layout.pp > 1 else 1
+slices = [8 // layout.slices] * layout.slices if layout.schedule == "terapipe" and layout.pp > 1 else [8]
+partition = balance([1.0], layout.pp * chunks)
+model = GPT(shape, mesh, seed=1, partition=partition, sequence_parallel=sequence_parallel, cp_attention=kind)
+rows = complete(layout.schedule, ranks=layout.pp, microbatches=2, chunks=chunks, slices=len(slices))
+if how == "another order" and layout.pp > 1:
+    rows = complete("gpipe", ranks=layout.pp, microbatches=2)
+executor = Executor(
+    model, AdamW(model.parameters(), lr=1e-3), mesh, rows, clip=1.0, slices=slices if len(slices) > 1 else None
+)
 finish = executor.reducer.finish
 def twice():
     finish()
@@ -540,7 +638,7 @@ if how == "sums nothing" and mesh.tp.size > 1:
     mpitrain.parallel.tensor.leave = lambda y, axis, sequence_parallel: y
 rank, size = (0, 1) if how == "same rows" else (mesh.dp.rank, mesh.dp.size)
 stop = 50 - 48 * (how == "short" and here.size > 1)
-for batch in tokens.batches(4, rank, size, stop_step=stop, positions=model.positions_here):
+for batch in tokens.batches(8, rank, size, stop_step=stop, positions=model.positions_here):
     if how == "refuses late" and here.size > 1 and batch.step == 1:
         raise ConfigError("not on a Sunday")
     if how == "nan" and here.size > 1 and batch.step == 1:
@@ -651,15 +749,15 @@ def test_flags_that_a_script_refuses_are_shown_once_and_are_no_proof(script, cap
     [("breaks a rule", "StateError: a rule of ours is broken"), ("refuses late", "ConfigError: not on a Sunday")],
 )
 def test_what_is_no_refusal_before_the_first_step_is_a_failure(script, capsys, how, said):
-    assert main(["--all", "2", "--at-once", "1", script, how]) == 1
+    assert main(["--layout", "dp2", "--layout", "tp2,sp", "--at-once", "1", script, how]) == 1
     text = capsys.readouterr().out
-    assert "dp2          FAILED" in text
+    assert "dp2     FAILED" in text
     assert f"ended with exit code 2: {said}" in text
 
 
 def test_layouts_that_are_all_refused_prove_nothing(script, capsys):
     assert main(["--all", "2", script, "takes none"]) == 2
-    assert "6 layouts: 6 refused.  Nothing was proven." in capsys.readouterr().out
+    assert "11 layouts: 11 refused.  Nothing was proven." in capsys.readouterr().out
 
 
 def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
@@ -675,6 +773,10 @@ def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
         ("tp2,sp", "--sequence-parallel: it called no all_gather or reduce_scatter over tp"),
         ("cp2,ulysses", "--cp-attention ulysses: it called no all_to_all over cp"),
         ("cp2,rsa", "--cp-attention rsa: it called no rsa_attention over cp"),
+        ("pp2,zb-h1", "--schedule zb-h1: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B0@0 W0@0 B1@0 W1@0"),
+        ("pp2,gpipe", "--schedule gpipe: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B1@0 B0@0"),
+        ("pp2,interleaved", "--schedule interleaved: it had 1 stages a rank"),
+        ("pp2,terapipe,s2", "--schedule terapipe --slices 2: it had 1 slices a sequence"),
     ],
 )
 def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys, layout, said):
@@ -683,10 +785,24 @@ def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys, layout, s
 
 
 def test_a_way_is_asked_for_only_where_its_axis_has_ranks_and_a_step_was_made(script, capsys):
-    assert main(["--layout", "dp2,tp1,sp", "--layout", "cp2,ring", script, "deaf to ways"]) == 0
+    layouts = ("dp2,tp1,sp", "cp2,ring", "pp1,dp2,zb-h1", "pp2", "pp2,1f1b")
+    assert main([*(word for each in layouts for word in ("--layout", each)), script, "deaf to ways"]) == 0
     capsys.readouterr()
     assert main(["--layout", "tp2,sp", script, "dies"]) == 1
     assert "tp2,sp  FAILED" in capsys.readouterr().out
+
+
+def test_a_script_that_takes_stages_and_schedules_is_proven_and_one_that_has_other_rows_is_not(script, capsys):
+    layouts = ("pp2,interleaved,v3", "pp2,terapipe,s2", "pp2,dp2,zb-h1")
+    assert main([*(word for each in layouts for word in ("--layout", each)), script, "good"]) == 0
+    assert "3 layouts: 3 equal" in capsys.readouterr().out
+    assert main(["--layout", "pp2,1f1b", script, "another order"]) == 2
+    assert "the script did not obey --schedule 1f1b: rank 0 of pp computed F0@0 F1@0 B1@0" in capsys.readouterr().out
+
+
+def test_ways_are_looked_for_on_all_stages(script, capsys):
+    """The first stage of this model of one block holds none, so it calls no attention."""
+    assert main(["--layout", "pp2,cp2,rsa", "--first", "1", script, "good"]) == 0
 
 
 @pytest.mark.parametrize("layout", ["tp2,sp", "cp2,ring", "cp2,ulysses", "cp2,rsa"])
@@ -705,7 +821,7 @@ def test_nothing_has_sent_on_one_rank():
 def test_ranks_that_read_the_same_rows_are_told_so(script, capsys):
     assert main(["--layout", "dp2", script, "same rows"]) == 1
     text = capsys.readouterr().out
-    assert "error     32, allowed 0: must be exactly equal\n" in text
+    assert "error     64, allowed 0: must be exactly equal\n" in text
     assert "how       the ranks of dp counted the same targets: each rank must get its own part (mesh.dp.rank," in text
 
 
@@ -738,11 +854,11 @@ def test_a_script_that_does_not_train_on_one_rank_is_the_users_mistake(script, c
 def test_the_trainer_is_proven_where_no_script_is_given(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    assert main(["--all", "2", "--at-once", "1", "--", "--tied", "--layers", "1"]) == 0
+    assert main(["--all", "2", "--first", "2", "--", "--tied", "--layers", "1"]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[0] for line in text.splitlines()[1:7]] == [str(layout) for layout in all_layouts(2)]
-    assert "6 layouts: 6 equal" in text
-    assert "4 steps of 16 tensors" in text  # tied: no head
+    assert [line.split()[0] for line in text.splitlines()[1:12]] == [str(layout) for layout in all_layouts(2)]
+    assert "11 layouts: 11 equal" in text
+    assert "2 steps of 16 tensors" in text  # tied: no head
     assert not list(tmp_path.iterdir())  # its run folder was one of verify's own
 
 
@@ -794,7 +910,7 @@ def test_help_names_every_option_and_every_word(capsys):
     text = capsys.readouterr().out
     for word in ("layout", "all", "transport", "first", "sweep", "seed", "json", "timeout", "at-once", "verbose"):
         assert f"--{word}" in text
-    assert "dpN cpN tpN" in text
+    assert "ppN dpN cpN tpN" in text
     assert "sequence parallelism" in text
 
 

@@ -36,24 +36,32 @@ def value(kind: str, name: str, step: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=SHAPES[name])
 
 
-def run(dp: int = 1, tp: int = 1, steps: int = 2) -> list[list[Record]]:
+def held(stage: int, stages: int) -> list[str]:
+    """What a stage holds: the first and the last share the table, those between hold nothing."""
+    ends = {0: ["table", "up"], stages - 1: ["table", "bias", "norm", "scale"]}
+    return list(SHAPES) if stages == 1 else ends.get(stage, [])
+
+
+def run(dp: int = 1, tp: int = 1, steps: int = 2, pp: int = 1) -> list[list[Record]]:
     """The records of every rank of a run without a fault."""
-    sizes = {"pp": 1, "edp": dp, "ep": 1, "cp": 1, "tp": tp}
+    sizes = {"pp": pp, "edp": dp, "ep": 1, "cp": 1, "tp": tp}
     ranks = []
-    for rank, (i, j) in enumerate(product(range(dp), range(tp))):
-        coords = {"pp": 0, "edp": i, "ep": 0, "cp": 0, "tp": j}
-        slabs = {name: slab(SHAPES[name], SPECS[name], coords, sizes) for name in SHAPES}
+    for rank, (q, i, j) in enumerate(product(range(pp), range(dp), range(tp))):
+        coords = {"pp": q, "edp": i, "ep": 0, "cp": 0, "tp": j}
+        slabs = {name: slab(SHAPES[name], SPECS[name], coords, sizes) for name in held(q, pp)}
 
         def vector(kind: str, step: int, slabs: dict[str, tuple[slice, ...]] = slabs) -> np.ndarray:
-            return np.concatenate([value(kind, name, step)[(..., *slabs[name])].reshape(-1) for name in SHAPES])
+            parts = [value(kind, name, step)[(..., *slabs[name])].reshape(-1) for name in slabs]
+            return np.concatenate([np.empty(0), *parts])
 
         parameters = [
-            [name, list(SHAPES[name]), [[s.start, s.stop] for s in slabs[name]], DECAYS[name]] for name in SHAPES
+            [name, list(SHAPES[name]), [[s.start, s.stop] for s in slabs[name]], DECAYS[name]] for name in slabs
         ]
         begin = {"is": "begin", "rank": rank, "executor": 0, "sizes": sizes, "coords": coords, "parameters": parameters}
         records = [Record(begin, {"weight": vector("weight", 0)})]
         for step in range(1, steps + 1):
-            facts = {"is": "step", "executor": 0, "step": step, "order": ORDER, "own loss": 2.0 + i}
+            own = 2.0 + i if q == pp - 1 else 0.0
+            facts = {"is": "step", "executor": 0, "step": step, "order": ORDER, "own loss": own}
             facts |= {"targets": 8, "loss": 3.0 / step, "norm": 2.0, "learning rate": 0.1, "updates": step}
             records.append(Record(facts, {kind: vector(kind, step) for kind in KINDS}))
         ranks.append(records)
@@ -97,6 +105,51 @@ def test_a_run_without_a_fault_is_equal_on_every_mesh(dp, tp):
     # own parts before the steps, then all kinds of both; targets loss norm rate updates
     assert len(verdict.findings) == 5 + 2 * (3 * 5 + 5)
     assert all(finding.difference.error == 0 for finding in verdict.findings)
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1), (4, 2, 2)])
+def test_stages_that_hold_their_own_tensors_or_none_make_a_whole(pp, dp, tp):
+    verdict = judge(ALONE, run(dp, tp, pp=pp))
+    assert verdict.ok, verdict.first
+    assert len(verdict.findings) == len(judge(ALONE, run()).findings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_wrong_element_on_any_stage_is_found(kind, name):
+    ranks = run(pp=3)
+    stage = 0 if name in held(0, 3) else 2
+
+    def spoil(slab):
+        slab[-1] *= 1 + 1e-7
+        return slab
+
+    first = judge(ALONE, change(ranks, name, kind, 2, [stage], spoil)).first
+    assert (first.step, first.kind, first.name) == (2, kind, name)
+
+
+@pytest.mark.parametrize(("dp", "which", "axes"), [(1, [0], ("pp",)), (2, [0, 1], ("pp",)), (2, [5], ("pp", "edp"))])
+def test_copies_of_a_tied_weight_must_have_the_same_bits_on_both_ends(dp, which, axes):
+    """C44."""
+    ranks = change(run(dp, pp=3), "table", "weight", 1, which, lambda a: a * (1 + 2.0**-52))
+    first = judge(ALONE, ranks).first
+    assert (first.name, first.split.axes) == ("table", axes)
+    (said,) = (hint for hint in hints(first, parse(f"pp3,dp{dp}")) if hint.label == "replicas")
+    assert said.text.endswith(f"along {' and '.join(axes).replace('edp', 'dp')} (the two stages that share it)")
+    assert judge(ALONE, change(run(pp=3), "table", "gradient", 1, [0], lambda a: a * (1 + 1e-15))).ok
+
+
+def test_a_tensor_that_its_stage_lacks_is_found():
+    first = judge(ALONE, without(run(pp=2), "up", [0])).first
+    assert (first.name, first.problem) == ("up", "no rank of the layout has it")
+    assert judge(ALONE, without(run(pp=2), "table", [0])).ok  # one of two copies
+
+
+def test_ranks_of_tp_must_compute_the_same_loss_on_the_last_stage():
+    ranks = spoiled(run(tp=2, pp=2))
+    ranks[3][1].facts["own loss"] += 1e-12
+    first = judge(ALONE, ranks).first
+    assert (first.kind, first.split.ranks, first.split.axes) == ("loss before it is summed", (2, 3), ("tp",))
 
 
 def test_findings_come_in_the_order_of_execution():
@@ -394,6 +447,20 @@ def test_factors_are_read_by_the_sizes_of_the_axes():
     assert said(times(-1), "dp2")["how"].startswith("the sign is turned")
     assert said(times(np.nan), "dp2")["how"].startswith("not a number")
     assert "other factors elsewhere" in said(change(run(2), "up", "gradient", 1, [0, 1], lambda a: a + 1), "dp2")["how"]
+
+
+def test_a_tied_weight_is_counted_on_two_stages_of_however_many():
+    assert said(times(2, 1, name="table"), "pp3")["how"].endswith("doubled over the two ends of pp")
+    assert said(times(0.5, 1, name="table"), "pp4")["how"].endswith("not summed, or averaged, over the two ends of pp")
+    assert said(times(2, 1, name="table"), "pp2")["how"].endswith("over an axis of size 2 (pp)")
+
+
+def test_a_schedule_is_the_suspect_where_its_axis_is_equal_without_it():
+    found = said(times(2, 1), "pp2,zb-h1", [("pp2", "equal")])
+    assert found["suspect"] == "schedule zb-h1 on pp"
+    assert said(times(2, 1), "pp2,zb-h1", [("pp2", "differs")])["suspect"] == "pp"
+    parts = [("pp2", "equal"), ("pp2,zb-h1", "differs"), ("dp2", "equal")]
+    assert said(times(2, 2), "pp2,dp2,zb-h1", parts)["suspect"] == "pp2,zb-h1"
 
 
 def test_a_norm_in_which_everything_is_counted_twice_is_the_root_of_two():

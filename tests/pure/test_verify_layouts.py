@@ -1,11 +1,15 @@
 """Layouts as words, and all of them."""
 
 import math
+from itertools import product
 
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.verify.layouts import WAYS, Layout, all_layouts, parse
+
+FLUSH = [name for name, kind in SCHEDULES.items() if kind.versions is None]
 
 
 def test_words_become_flags_in_the_order_of_the_axes():
@@ -16,6 +20,23 @@ def test_words_become_flags_in_the_order_of_the_axes():
         *("--sequence-parallel", "--cp-attention", "ulysses"),
     )
     assert layout.ranks == 8
+
+
+def test_a_pipeline_is_the_slowest_axis_and_its_schedule_is_a_way_of_it():
+    layout = parse("dp2,tp2,pp2,zb-h1")
+    assert str(layout) == "pp2,dp2,tp2,zb-h1"
+    assert layout.flags == ("--pp", "2", "--dp", "2", "--tp", "2", "--schedule", "zb-h1")
+    assert (layout.ranks, layout.schedule) == (8, "zb-h1")
+    assert (parse("pp2").schedule, parse("pp1,gpipe").schedule) == ("", "")  # the script's own; nothing to order
+
+
+def test_a_word_may_count_stages_of_a_rank_and_slices_of_a_sequence():
+    layout = parse("v3,pp2,interleaved")
+    assert str(layout) == "pp2,interleaved,v3"
+    assert layout.flags == ("--pp", "2", "--schedule", "interleaved", "--chunks", "3")
+    assert layout.ranks == 2
+    assert parse("pp2,terapipe,s5").flags[-2:] == ("--slices", "5")
+    assert parse("pp1,dp2,interleaved,v3").simple == parse("dp2")
 
 
 def test_an_axis_of_one_rank_is_passed_on_but_has_no_size():
@@ -40,6 +61,11 @@ def test_an_axis_of_one_rank_is_passed_on_but_has_no_size():
         ("dp64,tp64", "needs 4096 ranks"),
         ("cp2,ring,rsa", "ring and rsa: only one"),
         ("tp2,sp,sp", "sp and sp: only one"),
+        ("pp2,gpipe,1f1b", "gpipe and 1f1b: only one"),
+        ("pp2,v2", "v2 counts stages a rank of interleaved: name it, too"),
+        ("pp2,gpipe,s2", "s2 counts slices a sequence of terapipe: name it, too"),
+        ("pp2,interleaved,v2,v3", "v stands twice"),
+        ("pp2,interleaved,v0", "there are from 1 to 1024 stages a rank"),
     ],
 )
 def test_a_wrong_layout_is_refused(text, said):
@@ -51,8 +77,9 @@ def test_a_wrong_layout_is_refused(text, said):
 
 
 def test_an_unknown_word_is_answered_with_the_list_of_words():
-    with pytest.raises(ConfigError, match=r"dpN cpN tpN .*sp \(sequence parallelism, of tp\), ring .*ulysses .*rsa"):
-        parse("pp2")
+    words = r"(?s)ppN dpN cpN tpN .*gpipe \| 1f1b .*sp \(sequence parallelism, of tp\); ring \| ulysses \| rsa .*vN .*sN"
+    with pytest.raises(ConfigError, match=words):
+        parse("ep2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
@@ -63,15 +90,23 @@ def test_all_layouts_are_every_factorisation_once_with_every_way_of_its_axes(ran
     if ranks == 1:
         return
     expected = 0
-    for dp in range(1, ranks + 1):
-        for cp in range(1, ranks + 1):
-            if ranks % (dp * cp) == 0:
-                tp = ranks // (dp * cp)
-                ways = (3 if cp > 1 else 1) * (2 if tp > 1 else 1)
-                expected += ways
-                sizes = {axis: n for axis, n in (("dp", dp), ("cp", cp), ("tp", tp)) if n > 1}
-                assert sum(layout.sizes == sizes for layout in layouts) == ways
+    for pp, dp, cp in product(range(1, ranks + 1), repeat=3):
+        if ranks % (pp * dp * cp) == 0:
+            tp = ranks // (pp * dp * cp)
+            ways = (len(FLUSH) if pp > 1 else 1) * (3 if cp > 1 else 1) * (2 if tp > 1 else 1)
+            if pp > 1:  # of TeraPipe those alone without cp and without sequence parallelism
+                ways -= 3 * (2 if tp > 1 else 1) if cp > 1 else int(tp > 1)
+            expected += ways
+            sizes = {axis: n for axis, n in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)) if n > 1}
+            assert sum(layout.sizes == sizes for layout in layouts) == ways
     assert len(layouts) == expected
+
+
+def test_what_changes_the_mathematics_is_in_no_list_of_all_but_has_a_word():
+    assert {layout.schedule for layout in all_layouts(4)} == {"", *FLUSH}
+    assert [word for word, way in WAYS.items() if way.stale] == ["pipedream", "pipedream-2bw"]
+    assert parse("pp2,pipedream").is_stale
+    assert not parse("pp1,pipedream,dp2").is_stale
 
 
 def test_every_layout_of_all_can_be_given_by_name():
@@ -86,16 +121,19 @@ def test_every_layout_of_all_can_be_given_by_name():
         ("tp2,sp", ["tp2"]),
         ("dp2,tp2", ["dp2", "tp2"]),
         ("dp2,cp2,tp2,sp,rsa", ["dp2", "cp2,rsa", "tp2", "tp2,sp"]),
+        ("pp2", []),
+        ("pp2,gpipe", ["pp2"]),
+        ("pp2,tp2,interleaved,v3", ["pp2", "pp2,interleaved,v3", "tp2"]),
     ],
 )
 def test_the_parts_of_a_layout_are_its_axes_alone_and_never_itself(text, parts):
     assert [str(part) for part in parse(text).parts()] == parts
 
 
-def test_every_way_names_ops_of_its_own():
+def test_every_way_is_told_by_ops_of_its_own_or_by_its_schedule():
     named = [(way.axis, op) for way in WAYS.values() for op in way.ops]
     assert len(set(named)) == len(named)
-    assert all(way.ops for way in WAYS.values())
+    assert all(bool(way.ops) != (word in SCHEDULES) for word, way in WAYS.items())
 
 
 def test_one_rank_is_a_layout_without_words():
