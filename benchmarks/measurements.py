@@ -126,16 +126,16 @@ PIPELINES: dict[str, dict[str, Any]] = {
         for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
     },
 }
-"""Ways to share S and 32 sequences out by two ranks: half of the sequences each, or half of the layers.
+"""Ways to share M and 16 sequences out by two ranks: half of the sequences each, or half of the layers.
 
-Two replicas may take their 16 sequences at once, or 4 at a time as the pipelines of 8 micro-batches do; what is faster
-there counts.
+Replicas may take their 8 sequences at once, or 2 at a time as the pipelines of 8 micro-batches do; the faster one
+counts.
 """
 
 
 def pipelines(options: Options) -> Data:
-    """S on two ranks, the same global batch of 32, as replicas and in pipelines."""
-    sides = [("mpitrain", task("S", ranks=2, batch=32)._replace(**layout), {}) for layout in PIPELINES.values()]
+    """M on two ranks, the same global batch of 16, as replicas and in pipelines."""
+    sides = [("mpitrain", task("M", ranks=2, batch=16)._replace(**layout), {}) for layout in PIPELINES.values()]
     with on_cores(2), alive(*sides) as started:
         turns = {name: Turn(processes) for name, processes in zip(PIPELINES, started, strict=True)}
         same = [(name, "dp 2") for name in PIPELINES if name != "dp 2"]

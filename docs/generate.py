@@ -85,11 +85,12 @@ def collectives_table() -> str:
 
 def layout_words_table() -> str:
     """The words of a layout of `mpitrain verify`."""
-    from mpitrain.verify.layouts import AXES, WAYS
+    from mpitrain.verify.layouts import AXES, COUNTS, WAYS
 
-    lines = ["| word | flags | meaning |", "|---|---|---|"]
-    lines += [f"| `{axis}N` | `{flag} N` | N ranks on axis {axis} |" for axis, flag in AXES.items()]
-    lines += [f"| `{word}` | `{' '.join(way.flags)}` | {way.meaning}, of {way.axis} |" for word, way in WAYS.items()]
+    lines = ["| word | flags | of | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{axis}N` | `{flag} N` | | N ranks on axis {axis} |" for axis, flag in AXES.items()]
+    lines += [f"| `{word}` | `{' '.join(way.flags)}` | {way.axis} | {way.meaning} |" for word, way in WAYS.items()]
+    lines += [f"| `{letter}N` | `{c.flag} N` | {c.way} | N {c.meaning} |" for letter, c in COUNTS.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -45,7 +45,7 @@ from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
-from mpitrain.pipeline.executor import StepReport
+from mpitrain.pipeline.update import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.startup import facts
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.backend import to_host
 from mpitrain.checkpoint.layout import counted_here
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.mesh import Mesh
@@ -50,7 +51,7 @@ def whole(world: World, mesh: Mesh, parameters: Iterable[Parameter], arrays: Ite
     told = world.exchange({name: p.full_shape for name, (p, _) in mine.items()})
     found = {name: np.zeros(shape) for shapes in told for name, shape in shapes.items()}
     for name, (p, array) in mine.items():
-        found[name][p.rectangle] = array
+        found[name][p.rectangle] = to_host(array)
     joined = world.all_reduce(np.concatenate([array.reshape(-1) for array in found.values()]))
     ends = np.cumsum([array.size for array in found.values()])[:-1]
     return {name: flat.reshape(found[name].shape) for name, flat in zip(found, np.split(joined, ends), strict=True)}
@@ -72,6 +73,7 @@ def train(
     slices: Sequence[int] | None = None,
     blocks: tuple[int, ...] | None = None,
     bucket_bytes: int = 0,
+    xp: Any = np,
     **axes: int,
 ) -> Found:
     """Losses and norms, the gradients of the first step, the last weights and moments, all whole."""
@@ -85,6 +87,7 @@ def train(
         partition=balance([1.0] * sizes.layers, stages) if blocks is None else Partition(blocks),
         seed=3,
         dtype=np.float64,
+        xp=xp,
     )
     executor = Executor(
         model,

@@ -4,7 +4,8 @@
 
 A mutation is put on in the layout's run only, never in the one rank's that it is compared with: the oracle stays
 right.  Each is one line's worth of damage, of the kind that passes small tests elsewhere.  All of them must be caught,
-by `mpitrain verify` or by the check of states, and none may be inert: test_mutations.py sees to both.
+by `mpitrain verify` or by the check of states, and none may be inert: test_mutations.py sees to both.  Those of
+pipelines are in mutations_pipeline.py.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from mpitrain.models.gpt import GPT
 from mpitrain.nn import layers
 from mpitrain.parallel import context, data, grouped, sequence, tensor, vocabulary
 from mpitrain.parallel.context import ring
-from mpitrain.pipeline import executor
+from mpitrain.pipeline import executor, update
 from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.update import Update
 from mpitrain.rng import Draw
 from mpitrain.spec import Spec, cut
 
@@ -49,6 +51,7 @@ class Mutation:
         patch: makes the context in which the library has it.
         case: the row of the catalogue of known failures that it is, or the statement it breaks.
         seen: whether the check of states sees it too, not only the comparison with one rank.
+        by: who must find it: "verify", or "evaluation" if no step of training is touched.
         options: settings of the trainer that it needs.
     """
 
@@ -57,16 +60,17 @@ class Mutation:
     patch: Callable[[], AbstractContextManager[Any]]
     case: str = ""
     seen: bool = False
+    by: str = "verify"
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def bug(
-    name: str, layout: str, case: str = "", *, seen: bool = False, **options: Any
+    name: str, layout: str, case: str = "", *, seen: bool = False, by: str = "verify", **options: Any
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Any]]:
     """Register a generator function as the patch of a mutation."""
 
     def register(patch: Callable[[], Iterator[None]]) -> Callable[[], Any]:
-        MUTATIONS.append(Mutation(name, layout, contextlib.contextmanager(patch), case, seen, options))
+        MUTATIONS.append(Mutation(name, layout, contextlib.contextmanager(patch), case, seen, by, options))
         return patch
 
     return register
@@ -176,13 +180,13 @@ def _() -> Iterator[None]:
 
 @bug("the norm counts replicated parameters on every rank of tp", "tp2", "C29, T28.2", clip=0.01)
 def _() -> Iterator[None]:
-    with put(Executor, "_counts", lambda self, p: self.mesh.coords["edp"] == 0):
+    with put(Update, "_counts", lambda self, p: self._mesh.coords["edp"] == 0):
         yield
 
 
 @bug("every rank clips by the norm of its own slabs", "tp2", "C28", seen=True, clip=0.01)
 def _() -> Iterator[None]:
-    whole = executor.clip
+    whole = update.clip
 
     def clip(counted: Any, grads: Any, limit: Any, total: Callable[[float], float]) -> Any:
         def own(squares: float) -> float:
@@ -191,19 +195,18 @@ def _() -> Iterator[None]:
 
         return whole(counted, grads, limit, own)
 
-    with put(executor, "clip", clip):
+    with put(update, "clip", clip):
         yield
 
 
 @bug("the loss of every rank of tp is counted", "tp2")
 def _() -> Iterator[None]:
-    update = Executor._update
+    make = Update.make
 
-    def doubled(self: Executor, step: Any) -> None:
-        step.loss *= 2
-        update(self, step)
+    def doubled(self: Update, number: int, loss: float, targets: int) -> Any:
+        return make(self, number, 2 * loss, targets)
 
-    with put(Executor, "_update", doubled):
+    with put(Update, "make", doubled):
         yield
 
 
@@ -573,30 +576,27 @@ def _() -> Iterator[None]:
 
 @bug("every rank takes the mean over its own targets", "dp2", "T2.1, C24", padded=True)
 def _() -> Iterator[None]:
-    run = Executor._run
+    count = Executor._count
 
-    def own(self: Executor, action: Any, step: Any, place: int) -> None:
-        run(self, action, step, place)
-        if action.kind == "COUNT":
-            step.targets = self._axis.size * sum(micro.count for micro in step.micros)
+    def own(self: Executor, number: int, run: Any) -> None:
+        count(self, number, run)
+        run.targets[number] = self._axis.size * sum(micro.count for micro in run.micros[number])
 
-    with put(Executor, "_run", own):
+    with put(Executor, "_count", own):
         yield
 
 
 @bug("every micro-batch takes the mean over its own targets", "dp2", "C24", microbatches=2, padded=True)
 def _() -> Iterator[None]:
-    run = Executor._run
+    backward = Executor._backward
 
-    def own(self: Executor, action: Any, step: Any, place: int) -> None:
-        whole = step.targets
-        if action.kind == "B":
-            step.targets = 2 * self._axis.size * max(1, step.micros[action.micro].count)
-        run(self, action, step, place)
-        if action.kind == "B":
-            step.targets = whole
+    def own(self: Executor, action: Any, run: Any, place: int) -> None:
+        whole = run.targets[0]
+        run.targets[0] = 2 * self._axis.size * max(1, run.micros[0][action.micro].count)
+        backward(self, action, run, place)
+        run.targets[0] = whole
 
-    with put(Executor, "_run", own):
+    with put(Executor, "_backward", own):
         yield
 
 

@@ -275,6 +275,9 @@ class Tape:
         for _ in self._walk(deferring=True):
             pass
         self._deliver()
+        # The inputs have done their part; what of their arrays weights need stands among what is saved.
+        self._leaves = {t: slot for t, slot in self._leaves.items() if t.is_parameter}
+        self._leaf_at = {slot: t for t, slot in self._leaves.items()}
 
     def backward_weights(self) -> Iterator[tuple[Any, ...]]:
         """The second half (W): the nodes that were left, in the same order; yields final parameters."""

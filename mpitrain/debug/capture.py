@@ -5,8 +5,9 @@
     step 2   ...
 
 A listener on the executor's actions: when STEP begins the gradients are final, and must be copied at once, since
-clipping scales them in place; when it ends there are the weights, the optimizer's state and the step's report.  No
-line of a model, an optimizer or a reducer knows of it, nor does the script that trains.
+clipping scales them in place; when it ends there are the weights, the optimizer's state and the step's report (where
+steps overlap, perhaps only with that of the last of them).  No line of a model, an optimizer or a reducer knows of it,
+nor does the script that trains.
 
 A record is plain JSON and arrays, in memory or one after the other in a file.  A file that ends in the middle of a
 record, because its rank died, is read up to there.
@@ -15,7 +16,8 @@ record, because its rank died, is read up to there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -31,7 +33,8 @@ from mpitrain.events import Event, listen
 from mpitrain.nn.module import PRECISION
 from mpitrain.nn.parameter import Parameter
 from mpitrain.pipeline.action import COMPUTE, Action, Row, row_text
-from mpitrain.pipeline.executor import Executor, StepReport
+from mpitrain.pipeline.executor import Executor
+from mpitrain.pipeline.update import StepReport
 
 Fact = Any  # what JSON holds
 
@@ -43,8 +46,9 @@ class Record(NamedTuple):
     rectangle and whether it decays, of each, in the model's order.
     facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
     the losses that this rank's forwards gave, 0 on ranks without the last stage; compute: the row of its F, B and W
-    since the step before; sent: (op, axis) of each kind of op that sent in a forward so far, over an axis of more than
-    one rank; targets, loss, norm, learning rate, updates.  A step that was cut short has what there was.
+    since the step before; batch: the step's place in its row, where several overlap; sent: (op, axis) of each kind of
+    op that sent in a forward so far, over an axis of more than one rank; targets, loss, norm, learning rate, updates.
+    A step that was cut short has what there was.
     arrays: kind -> vector of all slabs, in the order of the begin's parameters.
     """
 
@@ -64,6 +68,7 @@ def recording(world: World, keep: Keep, steps: int | None = None) -> Iterator[No
     """Record what this rank trains while the block runs, in float64 and deterministic mode.
 
     Only executors on `world` count: a script that trains once more in a world of its own, to compare, does that alone.
+    Steps that overlap end together, so there the block ends with the row of its last step.
 
     Args:
         world: of this rank.
@@ -107,9 +112,11 @@ class Recorder:
             if self._watched is not None and event.phase == "begin":
                 self._watched.note(event.name, event.info["inputs"], event.info["static"].get("axis"))
         elif event.kind == "action" and event.info["executor"].mesh.world is self._world:
-            self._action(event.phase, event.info["action"], event.info["executor"], event.info.get("output"))
+            self._action(event.phase, event.info)
 
-    def _action(self, phase: str, action: Action, executor: Executor, loss: Tensor | None) -> None:
+    def _action(self, phase: str, info: Mapping[str, Any]) -> None:
+        action: Action = info["action"]
+        executor: Executor = info["executor"]
         course = self._courses.get(executor)
         if course is None:
             course = self._courses[executor] = _Course(executor, self._executors)
@@ -119,6 +126,7 @@ class Recorder:
             course.compute.append(action)
         if action.kind == "F":
             self._watched = course if phase == "begin" else None
+            loss: Tensor | None = info.get("output")
             if loss is not None:  # of the last stage; others pass activations on
                 course.own_loss += float(to_host(loss.data))
         elif action.kind == "STEP" and phase == "begin":
@@ -126,13 +134,18 @@ class Recorder:
             self._open = executor, course
         elif action.kind == "STEP":
             self._open = None
-            self._keep(course.step(executor))
+            course.step(executor, action.micro or 0)
+            for record in course.told(info["reports"]):
+                self._keep(record)
             self._done += 1
-            if self._done == self._steps:
+            if self._steps is not None and self._done >= self._steps and action is executor.row[-1]:
                 raise Enough(0)
 
     def interrupt(self) -> None:
-        """Keep what is known of a step that did not come to its end: a gradient of NaN, and the loss."""
+        """Keep what is known of steps that did not come to their end: a gradient of NaN, and the loss."""
+        for course in self._courses.values():
+            for record in course.untold():
+                self._keep(record)
         if self._open is not None:
             executor, course = self._open
             self._open = None
@@ -149,6 +162,7 @@ class _Course:
         self.own_loss = 0.0
         self.compute: Row = []
         self._done = 0
+        self._untold: deque[Record] = deque()
         self._report: StepReport | None = executor.report
         self._arrays = {id(p.data): p.name for p in self.parameters}  # those that were not used yet
         self._used: list[list[str]] = []  # names by the op that uses them first, in the order of forward
@@ -171,26 +185,51 @@ class _Course:
         weights = _vector(p.data for p in self.parameters)
         return Record({"is": "begin", **facts, "parameters": slabs}, {"weight": weights})
 
-    def step(self, executor: Executor) -> Record:
-        record = self.cut_short(executor)
+    def step(self, executor: Executor, batch: int) -> None:
+        """A step has ended; its numbers may not be known yet."""
+        record = self._record()
         record.arrays["weight"] = _vector(p.data for p in self.parameters)
         for kind, of in executor.optimizer.state_dict().items():
             record.arrays[kind] = _vector(of[p.name] for p in self.parameters)
+        record.facts["batch"] = batch
         record.facts["updates"] = executor.optimizer.updates
         self._done += 1
-        return record
+        self._untold.append(record)
+
+    def told(self, reports: Sequence[StepReport]) -> Iterator[Record]:
+        """The steps of which everything is known by now, given all reports of their row so far."""
+        while self._untold and self._untold[0].facts["batch"] < len(reports):
+            record = self._untold.popleft()
+            self._report = reports[record.facts["batch"]]
+            yield _with_numbers(record, self._report)
+
+    def untold(self) -> Iterator[Record]:
+        """The steps whose numbers nobody will know any more."""
+        while self._untold:
+            yield self._untold.popleft()
 
     def cut_short(self, executor: Executor) -> Record:
+        """What is known of a step in the middle of its STEP."""
+        record = self._record()
+        if executor.report is None or executor.report is self._report:
+            return record
+        self._report = executor.report
+        return _with_numbers(record, self._report)
+
+    def _record(self) -> Record:
         order = [name for names in reversed(self._used) for name in names]
         facts = {"is": "step", "executor": self.number, "step": self._done + 1, "order": order}
         facts["own loss"], self.own_loss = self.own_loss, 0.0
         facts["compute"], self.compute = row_text(self.compute), []
         facts["sent"] = [list(pair) for pair in sorted(self._sent)]
-        if executor.report is not None and executor.report is not self._report:
-            self._report = executor.report
-            facts |= {"targets": self._report.targets, "loss": self._report.loss}
-            facts |= {"norm": self._report.grad_norm, "learning rate": self._report.lr}
         return Record(facts, {"gradient": self.gradients})
+
+
+def _with_numbers(record: Record, report: StepReport) -> Record:
+    """A step's record with what its ranks have agreed on."""
+    numbers = {"targets": report.targets, "loss": report.loss, "norm": report.grad_norm, "learning rate": report.lr}
+    record.facts.update(numbers)
+    return record
 
 
 def _vector(arrays: Iterable[Array]) -> np.ndarray:

@@ -107,7 +107,7 @@ class Stopwatch:
         lacking = [rank for rank, lane in enumerate(found) if lane is None]
         if lacking:
             raise ScheduleError(
-                f"rank {lacking[0]} of axis {axis.name} keeps no step {step} with an F in it, this rank {len(self)} in all.\n"
+                f"rank {lacking[0]} of axis {axis.name} keeps no step {step} in which it did an F.\n"
                 "Listen on every rank while the executor makes a step: with listen(watch): executor.step(batch)."
             )
         fast = _clock_offsets(axis)

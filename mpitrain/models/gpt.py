@@ -243,6 +243,7 @@ class GPT(Module):
             lambda stage, *before: (self._stage(stage, tokens, PLAIN, *before),),
             lambda stage: boundary,
             made,
+            self.like,
         )
         scores = np.empty((len(inputs), vocab), self.like.dtype)
         if self._has_last:

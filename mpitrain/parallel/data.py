@@ -2,8 +2,8 @@
 
 The rule: where a parameter is Replicate on an axis, its gradient is Partial there, so it is *summed over the merge of
 all axes where the parameter is Replicate*.  Nothing else happens to a gradient anywhere.  Which axes those are stands
-in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).  A parameter that the
-two end stages of a pipeline share needs a second step, once a step of training: `sum_over_ends`.
+in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).  A parameter
+that the two end stages of a pipeline share needs a second step, once a step of training: `sum_over_ends`.
 
 All reductions are sums.  The mean is taken once, in the seed of backward, which is one over the number of targets of
 the whole step on all ranks.

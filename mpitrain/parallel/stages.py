@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, to_device
 from mpitrain.comm.communicator import Communicator, Request
 from mpitrain.nn.module import Boundary
 
@@ -99,6 +99,7 @@ def pass_through(
     run: Callable[..., Sequence[Tensor]],
     boundary: Callable[[int], Sequence[Boundary]],
     before: dict[int, Sequence[Tensor]],
+    like: Array,
 ) -> None:
     """One stage after the other forward without a tape: what this rank holds of them.
 
@@ -110,6 +111,7 @@ def pass_through(
         run: (stage, *inputs) -> outputs.
         boundary: what comes into a stage.
         before: stage -> what it made, where it is still wanted here; those of the last stage stay in it.
+        like: an array where the model's are: there goes what arrives.
     """
     for stage in stages:
         if stage == 0:
@@ -117,7 +119,8 @@ def pass_through(
         elif links.is_here(stage - 1):
             inputs = before.pop(stage - 1)
         else:
-            inputs = [Tensor(request.wait()) for request in links.expect("F", stage, unit, boundary(stage))]
+            arrays = [request.wait() for request in links.expect("F", stage, unit, boundary(stage))]
+            inputs = [Tensor(to_device(array, like)) for array in arrays]
         outputs = run(stage, *inputs)
         if stage == last or links.is_here(stage + 1):
             before[stage] = outputs

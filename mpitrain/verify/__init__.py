@@ -13,6 +13,7 @@ knows of it.
     whole      slabs of all ranks -> full tensors, replicas
     judge      full tensors -> a verdict, in the order of execution
     noise      weights that only rounding has moved
+    stale      the replay that a pipeline which never drains should equal
     obeyed     has the script run what it was told?
     suspect    a verdict -> where to look
     proof      all of it, for a list of layouts

@@ -53,7 +53,9 @@ OPTIONS = {
 
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 # Blocks, micro-batches and rows that divide over four stages of two chunks, and over eight replicas.
-BUILT_IN = "--model gpt-tiny --layers 4 --steps 100 --batch 32 --microbatches 4 --dropout 0.1 --lr 2e-3 --clip 0.1".split()
+SIZES = "--model gpt-tiny --layers 4 --batch 32 --microbatches 4"
+# A pipeline that never drains goes on to the next evaluation.
+BUILT_IN = [*SIZES.split(), *"--steps 100 --eval-every 4 --dropout 0.1 --lr 2e-3 --clip 0.1".split()]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -231,7 +233,7 @@ def _tell(proof: Proof, outcome: Outcome, is_named: bool, everything: bool, alon
     if outcome.word in ("differs", "failed"):
         proof.explain(outcome)
         if outcome.hints:
-            print("\n" + report.explanation(str(outcome.layout), outcome.hints))
+            print("\n" + report.explanation(str(outcome.layout), outcome.hints, outcome.layout.is_stale))
     compared = outcome.verdict is not None and outcome.verdict.steps > 0
     if outcome.verdict is not None and compared and (outcome.word != "equal" or alone or everything):
         print("\n" + report.table(outcome.verdict, None if everything else report.ROWS))

@@ -8,12 +8,14 @@ Nothing is started and nothing is written, so a run of a tiny model takes millis
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import world
 from mpitrain.debug.capture import Record, recording
+from mpitrain.events import listen
+from mpitrain.verify.stale import Replay, courses_of
 
 
 def record(ranks: int, train: Callable[[], Any], steps: int | None = None) -> list[list[Record]]:
@@ -44,3 +46,21 @@ def record_on(kept: list[list[Record]], train: Callable[[], Any], steps: int | N
             train()
 
     LocalWorld(len(kept)).run(body)
+
+
+def replay(schedule: str, ranks: Sequence[Sequence[Record]], train: Callable[[], Any]) -> list[Record]:
+    """Record the replay of a pipeline that never drains on one rank: what it should equal.
+
+    Args:
+        schedule: by name.
+        ranks: what its ranks have recorded.
+        train: the same training on one rank.
+    """
+    kept: list[list[Record]] = [[]]
+
+    def body() -> None:
+        with listen(Replay(world(), courses_of(schedule, ranks))):
+            train()
+
+    record_on(kept, body)
+    return kept[0]

@@ -26,7 +26,9 @@ from mpitrain.debug.capture import Record, read
 from mpitrain.doctor.ask import outside_of_mpi
 from mpitrain.doctor.launchers import ROOT, UNBOUND, in_allocation, launcher
 from mpitrain.errors import LaunchError
-from mpitrain.verify.run import records_of
+from mpitrain.verify import stale
+from mpitrain.verify.run import courses_of, records_of
+from mpitrain.verify.stale import Course
 
 PAUSE = 0.01  # seconds between two looks at the children
 GRACE = 3.0  # seconds that a child has to end its own children
@@ -47,6 +49,7 @@ class Run:
         ranks: how many; 0 for the plain process that is a world of one.
         command: the script and its arguments.
         states: whether it checks the states of values.
+        courses: of the pipeline that it replays on one rank; empty: it trains as it is.
         over_mpi: whether mpirun started it.
         code: exit code once it has ended; None if it had to be killed.
         seconds: how long it took.
@@ -56,6 +59,7 @@ class Run:
     ranks: int
     command: list[str]
     states: bool = False
+    courses: Sequence[Course] = ()
     over_mpi: bool = False
     code: int | None = None
     seconds: float = 0.0
@@ -71,6 +75,8 @@ class Run:
             transport: "local" or "mpi", where there is more than one rank.
         """
         self.folder.mkdir(mode=0o700)
+        if self.courses:
+            stale.write(courses_of(self.folder), self.courses)
         self.over_mpi = self.ranks > 0 and transport == "mpi"
         way = "here" if self.over_mpi or not self.ranks else "threads"
         how = [way, str(self.ranks), str(steps), "states" if self.states else "plain"]

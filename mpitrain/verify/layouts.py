@@ -5,6 +5,7 @@ Each word becomes flags of the script.  A new kind of parallelism is a line in o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -114,17 +115,15 @@ class Layout:
     ranks: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        flags: list[str] = []
-        ranks = 1
-        for axis, size in self.axes:
-            flags += [AXES[axis], str(size)]
-            ranks *= size
-        for way in self.ways:
-            flags += WAYS[way].flags
-        for letter, number in self.counts:
-            flags += [COUNTS[letter].flag, str(number)]
-        object.__setattr__(self, "flags", tuple(flags))
-        object.__setattr__(self, "ranks", ranks)
+        sizes = [word for axis, size in self.axes for word in (AXES[axis], str(size))]
+        object.__setattr__(self, "flags", (*sizes, *self.flags_of(self.ways)))
+        object.__setattr__(self, "ranks", math.prod(size for _, size in self.axes))
+
+    def flags_of(self, ways: Iterable[str]) -> tuple[str, ...]:
+        """What a script gets for some of the ways, with what is counted of them."""
+        told = [flag for way in ways for flag in WAYS[way].flags]
+        counted = [(COUNTS[letter].flag, str(number)) for letter, number in self.counts if COUNTS[letter].way in ways]
+        return (*told, *(word for pair in counted for word in pair))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -200,7 +199,9 @@ def parse(text: str) -> Layout:
     for letter, number in counts.items():
         if COUNTS[letter].way not in ways.values():
             way = COUNTS[letter].way
-            raise ConfigError(f"--layout {text}: {letter}{number} counts {COUNTS[letter].meaning} of {way}: name it, too.")
+            raise ConfigError(
+                f"--layout {text}: {letter}{number} counts {COUNTS[letter].meaning} of {way}: name it, too."
+            )
     layout = Layout(
         tuple((axis, axes[axis]) for axis in AXES if axis in axes),
         tuple(way for way in WAYS if way in ways.values()),

@@ -3,6 +3,8 @@
     mesh        the sizes of its axes, as it began
     ways        the ops that sent in its forwards, by axis
     schedule    the order in which its ranks computed
+
+What it did in their place is the reason for which the layout is refused.
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ def _steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
     return [record.facts for record in records if record.facts["is"] == "step"]
 
 
+def _first_row(steps: Sequence[Mapping[str, Any]]) -> int:
+    """How many steps the first row has: those up to the next that begins one."""
+    return next((i for i, facts in enumerate(steps) if i and not facts.get("batch")), len(steps))
+
+
 def _other_way(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
     """Whether an axis has worked in another way; a stage that holds no block sends nothing, so all ranks are asked."""
     told = [way for way in map(WAYS.__getitem__, layout.simple.ways) if way.ops]
@@ -59,26 +66,30 @@ def _other_way(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
 
 
 def _other_schedule(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
-    """Whether the stages have worked in another order than that of the schedule, in the first step."""
+    """Whether the stages have worked in another order than that of the schedule, in the first row."""
     name = layout.schedule
     if not name or any(not _steps(records) for records in ranks):
         return ""
-    seen = [
-        (records[0].facts["coords"]["pp"], parse_row(_steps(records)[0]["compute"])) for records in ranks
-    ]
+    batches = _first_row(_steps(ranks[0]))
+    seen = []
+    for records in ranks:
+        text = " ".join(facts["compute"] for facts in _steps(records)[:batches])
+        seen.append((records[0].facts["coords"]["pp"], parse_row(text)))
     every = [action for _, row in seen for action in row]
     pp = layout.sizes["pp"]
     chunks = (1 + max(action.stage for action in every)) // pp
     slices = 1 + max(action.part or 0 for action in every)
-    flags = " ".join(layout.simple._with({"pp": pp}, layout.ways).flags[2:])
+    flags = " ".join(layout.flags_of([name]))
     for letter, has in (("v", chunks), ("s", slices)):
         count = COUNTS[letter]
         wanted = dict(layout.counts).get(letter)
         if name == count.way and (has < 2 if wanted is None else has != wanted):
-            return f"the script did not obey {flags}: it had {has} {count.meaning}"
-    micros = len({action.micro for action in every})
+            return f"the script did not obey {flags}: its {count.meaning} were {has}"
+    if layout.is_stale and batches == 1:
+        return f"the script did not obey {flags}: no two of its steps overlapped (executor.run takes several batches)"
+    micros = len({action.micro for action in every}) // batches
     try:
-        rows = compute_rows(name, ranks=pp, microbatches=micros, chunks=chunks, slices=slices)
+        rows = compute_rows(name, ranks=pp, microbatches=max(1, micros), chunks=chunks, slices=slices, batches=batches)
     except ScheduleError as error:
         return f"the script did not obey {flags}: its stages worked in an order that is none of it ({error})"
     for index, row in seen:

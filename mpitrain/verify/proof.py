@@ -1,7 +1,7 @@
 """A script, one rank, layouts: run it in each, and judge each by the one rank.
 
-The run of one rank is made once.  A layout that differs is taken apart: each of its axes alone, as threads, until it is
-known which of them differ.
+The run of one rank is made once; a pipeline that never drains is judged by a replay of its own.  A layout that differs
+is taken apart: each of its axes alone, as threads, until it is known which of them differ.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mpitrain.verify.judge import Verdict, judge
 from mpitrain.verify.launch import Run, run_all
 from mpitrain.verify.layouts import Layout
 from mpitrain.verify.obeyed import disobeyed
+from mpitrain.verify.stale import courses_of
 from mpitrain.verify.suspect import Hint, hints
 
 FRESH = "{run}"
@@ -143,13 +144,31 @@ class Proof:
                 "Ranks on several hosts need a folder for temporary files that all of them see: TMPDIR=DIR."
             )
             return Outcome(layout, "failed", run.seconds, message=message)
-        verdict = judge(self._reference.records()[0], run.records())
+        reference = self._reference
+        if layout.is_stale:
+            reference = self._replay(layout, run)
+            if reference.code != 0:
+                message = f"its replay on one rank {_end_of(reference, self.timeout)}: {reference.reason()}"
+                return Outcome(layout, "failed", run.seconds, message=f"{message}\n{_quoted(reference.tail())}")
+        verdict = judge(reference.records()[0], run.records())
+        if reference is not self._reference:
+            reference.forget()
         if run.code != 0:
             error = run.state_error()
             reason = "a rule of states is broken" if error else run.reason()
             message = f"{_end_of(run, self.timeout)}: {reason}\n{_quoted(run.tail())}"
             return Outcome(layout, "failed", run.seconds, verdict, message, error)
         return Outcome(layout, "equal" if verdict.ok else "differs", run.seconds, verdict)
+
+    def _replay(self, layout: Layout, run: Run) -> Run:
+        """Run the script on one rank with the weights that a pipeline which never drains has used."""
+        ranks = [[Record(record.facts, {}) for record in records] for records in run.records()]
+        steps = sum(record.facts["is"] == "step" for record in ranks[0])
+        reference = self._new(None)
+        reference.courses = courses_of(layout.schedule, ranks)
+        (_,) = run_all([reference], max(1, steps), "local", 1, self.timeout)
+        self._say(reference)
+        return reference
 
     def explain(self, outcome: Outcome) -> None:
         """Find hints for a layout that is not equal: by its axes alone, and by itself with a check of states."""

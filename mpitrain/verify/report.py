@@ -40,7 +40,7 @@ def detail(outcome: Outcome) -> str:
     if outcome.word in ("refused", "failed"):
         return outcome.message.splitlines()[0]
     assert outcome.verdict is not None
-    return of_verdict(outcome.verdict)
+    return of_verdict(outcome.verdict) + (", against its replay" if outcome.layout.is_stale else "")
 
 
 def of_verdict(verdict: Verdict) -> str:
@@ -82,10 +82,11 @@ def _row(finding: Finding) -> str:
     )
 
 
-def explanation(name: str, found: Iterable[Hint]) -> str:
+def explanation(name: str, found: Iterable[Hint], is_stale: bool = False) -> str:
     """The hints under the name of their layout."""
+    what = "replay on" if is_stale else "training run of"
     rows = (f"  {hint.label:<9} " + hint.text.replace("\n", "\n" + " " * 12) for hint in found)
-    return "\n".join([f"{name} is not the training run of one rank:", *rows])
+    return "\n".join([f"{name} is not the {what} one rank:", *rows])
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON
@@ -114,6 +115,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "flags": list(outcome.layout.flags),
         "outcome": outcome.word,
         "seconds": round(outcome.seconds, 3),
+        "replay": outcome.layout.is_stale,
         "message": outcome.message,
         "compared": len(verdict.findings) if verdict is not None else 0,
         "steps": verdict.steps if verdict is not None else 0,

@@ -3,8 +3,9 @@
     python -m mpitrain.verify.run FOLDER here|threads RANKS STEPS plain|states SCRIPT [args]
 
 `here`: this process is the one rank, or one of mpirun's.  `threads`: RANKS ranks are threads of this process.
-`states`: the states of all values are checked, too.  Each rank writes FOLDER/rank-NNNNN.records.  The script finds
-itself as `__main__`, its own folder on the path, and its own arguments; it knows nothing of all this.
+`states`: the states of all values are checked, too.  Each rank writes FOLDER/rank-NNNNN.records.  Where there is a
+FOLDER/courses.json, the one rank computes with the weights of the pipeline that it tells of.  The script finds itself
+as `__main__`, its own folder on the path, and its own arguments; it knows nothing of all this.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from mpitrain.comm.world import world
 from mpitrain.debug.capture import recording, write
 from mpitrain.debug.states.around import checking_states
 from mpitrain.errors import UserError
+from mpitrain.events import listen
+from mpitrain.verify import stale
 
 
 def records_of(folder: Path, rank: int) -> Path:
@@ -30,11 +33,19 @@ def records_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.records"
 
 
+def courses_of(folder: Path) -> Path:
+    """Where it stands which pipeline a run replays."""
+    return folder / "courses.json"
+
+
 @contextmanager
 def recorded(folder: Path, steps: int, states: bool) -> Iterator[None]:
-    """Record what this rank trains in the block into its file, and perhaps check states."""
+    """Record what this rank trains in the block into its file, and perhaps check states, or replay a pipeline."""
     ranks = world()
+    courses = stale.read(courses_of(folder))
     with ExitStack() as stack:
+        if courses:
+            stack.enter_context(listen(stale.Replay(ranks, courses)))
         file = stack.enter_context(open(records_of(folder, ranks.rank), "wb"))
         stack.enter_context(recording(ranks, lambda record: write(file, record), steps))
         if states:

@@ -51,6 +51,8 @@ def check(printed: str) -> None:
         ("05_sequence_parallel", 4),
         ("06_context_parallel", 1),
         ("06_context_parallel", 3),
+        ("07_pipeline_timeline", 1),
+        ("07_pipeline_timeline", 3),
         ("08_find_a_deadlock", 1),
     ],
 )
@@ -71,6 +73,16 @@ def test_a_lesson_prints_the_same_on_processes_as_on_threads(lesson: str, run: C
     # All but the differences, whose last bits are the MPI library's order of sums.
     blurred = [re.sub(r"[0-9.]+e[+-][0-9]+", "?", text) for text in (printed, local)]
     assert blurred[0] == blurred[1]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launch", ["mpitrain local -n 2", "mpirun -n 2 python"])
+def test_the_timeline_of_a_pipeline_is_printed_and_drawn(launch: str, run: Callable[..., str], tmp_path: Path) -> None:
+    for schedule in ("gpipe", "interleaved", "zb-h1"):
+        printed = run(f"{launch} {EXAMPLES}/07_pipeline_timeline.py {schedule} --microbatches 4 --svg drawn.svg")
+        check(printed)
+        assert re.search(r"bubble +measured +[0-9.]+% +formula +[0-9.]+% +simulated +[0-9.]+%", printed)
+        assert f"<title>{schedule}, measured" in (tmp_path / "drawn.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)

@@ -165,7 +165,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp2,tp2,sp -- --tied --kv-heads 2 --layers 1",
         "",
     ),
-    "./run_mpi.sh verify --all 8": ("./run_mpi.sh verify --all 2 -- --layers 1", ""),
+    "./run_mpi.sh verify --all 8": ("./run_mpi.sh verify --all 2 --first 1 -- --layers 1", ""),
+    "mpitrain verify --layout pp2,dp2 --layout pp4,zb-h1": (
+        "mpitrain verify --layout pp2,dp2 --layout pp4,zb-h1 --first 1",
+        "",
+    ),
+    "mpitrain verify --layout pp2,dp2,pipedream -- --microbatches 1 --clip 0": (
+        "mpitrain verify --layout pp2,dp2,pipedream -- --microbatches 1 --clip 0 --layers 2",
+        "",
+    ),
     "mpitrain verify --layout dp2 --transport mpi train.py": (
         "mpitrain verify --layout dp2 --transport mpi train.py",
         MPI,

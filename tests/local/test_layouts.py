@@ -22,8 +22,7 @@ from mpitrain.models.gpt import GPT
 from mpitrain.optim.adam import AdamW
 from mpitrain.parallel import context
 from mpitrain.pipeline.executor import Executor
-from mpitrain.pipeline.passes import with_update
-from mpitrain.pipeline.schedules import one_stage
+from mpitrain.pipeline.passes import complete
 
 
 def run(ranks, **how):
@@ -134,7 +133,8 @@ def refused(ranks, prepare, sp=False, kind="ring", **axes):
     def main():
         mesh = Mesh(world(), **axes)
         model = GPT(checks.SIZES, mesh, sequence_parallel=sp, cp_attention=kind, dtype=np.float64)
-        executor = Executor(model, AdamW(model.parameters()), mesh, with_update(one_stage(1)))
+        rows = complete("1f1b", ranks=mesh.pp.size, microbatches=1)
+        executor = Executor(model, AdamW(model.parameters()), mesh, rows)
         text = (np.arange(2000) * 7919 % checks.SIZES.vocab).astype(np.uint16)
         tokens = Tokens(Corpus(text, text, checks.SIZES.vocab, "bytes", "numbers", (), (), ""), checks.SIZES.seq_len)
         try:
@@ -147,7 +147,9 @@ def refused(ranks, prepare, sp=False, kind="ring", **axes):
     return set(told)
 
 
-@pytest.mark.parametrize(("axis", "what"), [("tp", "places, inputs, targets"), ("cp", "places")])
+@pytest.mark.parametrize(
+    ("axis", "what"), [("tp", "places, inputs, targets"), ("cp", "places"), ("pp", "places, inputs, targets")]
+)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_rows_that_are_divided_over_all_ranks_are_refused(axis, what, dp):
     """Right for data parallelism alone; here the ranks of an axis would compute parts of different rows."""
@@ -156,7 +158,8 @@ def test_rows_that_are_divided_over_all_ranks_are_refused(axis, what, dp):
         return tokens.batch_at(0, 8, mesh.world.rank, mesh.world.size).part(model.positions_here)
 
     (told,) = refused(2 * dp, over_the_world, **{axis: 2})
-    assert told.startswith(f"DataError: rank 1 was given another batch than rank 0 ({what} differ)")
+    other = dp if axis == "pp" else 1  # the first rank of the second stage, or a neighbour
+    assert told.startswith(f"DataError: rank {other} was given another batch than rank 0 ({what} differ)")
     assert f"the ranks of axis {axis} work on the same rows" in told
 
 

@@ -47,11 +47,17 @@ def ways(schedule, pp, sizes, chunks=(2, 3), slices=((2, 1, 1),)):
 # --------------------------------------------------------------------------------------------- every schedule, p and m
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_the_same_run_as_one_rank_for_any_number_of_micro_batches(schedule, pp):
     """T6.3, T7.3, C42: fewer micro-batches than stages, too; on 8 ranks half of the stages hold no block."""
     run(pp, *ways(schedule, pp, SMALL), steps=2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_runs_on_one_rank(schedule):
+    """T6.3; with chunks, that rank hands on from stage to stage by itself."""
+    run(1, *(how for how in ways(schedule, 1, SMALL) if how["micros"] in (1, 4, 8)), steps=2)
 
 
 @pytest.mark.slow
@@ -74,6 +80,13 @@ def test_interleaved_with_one_chunk_is_1f1b():
     for p in (1, 2, 3, 4, 8):
         for m in MICROS:
             assert complete("interleaved", ranks=p, microbatches=m) == complete("1f1b", ranks=p, microbatches=m)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_may_use_the_same_tags_again(schedule, monkeypatch):
+    """Two ranks send and receive in the same order, so that a row may be longer than there are tags."""
+    monkeypatch.setattr("mpitrain.parallel.stages.TAGS", 6)
+    run(4, next(how for how in ways(schedule, 4, SMALL) if how["micros"] == 8), steps=3)
 
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 1), (2, 3), (3, 4), (4, 6), (8, 4)])

@@ -246,6 +246,46 @@ def test_every_linear_goes_back_once_a_micro_batch_for_its_weights(schedule, pp)
     assert found.keys() == {(path, *kind) for path in paths for kind in kinds}
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_rank_holds_fewer_micro_batches_than_with_gpipe(schedule):
+    """GPipe's m, 1F1B's p - i, and ZB-H1 what W needs of i more."""
+    pp, micros = 4, 8
+
+    def main(schedule):
+        executor = executor_of(world(), schedule, micros, pp=pp)
+        held = []
+
+        def look(event):
+            if event.kind == "action" and event.phase == "end" and event.info["action"].kind == "F":
+                held.append(executor.bytes_in_flight)
+
+        with listen(look):
+            executor.step(next(batches(executor, micros, 1)))
+        return max(held)
+
+    gpipe, other = (LocalWorld(pp).run(main, name) for name in ("gpipe", schedule))
+    for rank, (mine, all_) in enumerate(zip(other, gpipe, strict=True)):
+        more = rank if schedule == "zb-h1" else 0
+        assert 0.9 * (pp - rank) <= micros * mine / all_ <= 1.15 * (pp - rank + more), rank
+
+
+def test_a_step_without_a_target_has_no_loss_and_moves_nothing():
+    def main():
+        executor = executor_of(world(), "zb-h1", pp=3)
+        batch = next(batches(executor, 4, 1))
+        nothing = replace(batch, targets=np.full_like(batch.targets, -100))
+        first = executor.step(nothing)
+        assert executor.report.grad_norm == 0.0
+        some = replace(batch, targets=np.where(batch.places[:, None] == 2, batch.targets, -100))
+        return first, executor.empty_steps, executor.step(some), executor.report.targets
+
+    found = LocalWorld(3).run(main)
+    assert found == [found[0]] * 3
+    first, empty, second, targets = found[0]
+    assert (first, empty, targets) == (0.0, 1, SMALL.seq_len)
+    assert second > 0
+
+
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 

@@ -67,9 +67,7 @@ def run(
     def main():
         mesh = Mesh(world(), **axes)
         partition = balance([1.0] * sizes.layers, mesh.pp.size * chunks) if layers is None else Partition(layers)
-        model = GPT(
-            sizes, mesh, sequence_parallel=sp, cp_attention=kind, partition=partition, seed=3, dtype=np.float64
-        )
+        model = GPT(sizes, mesh, sequence_parallel=sp, cp_attention=kind, partition=partition, seed=3, dtype=np.float64)
         reducer = BucketedReducer(model.flats, mesh, 4096)
         rows = complete(
             schedule, ranks=mesh.pp.size, microbatches=micros, chunks=chunks, slices=len(slices) if slices else 1

@@ -23,6 +23,7 @@ import mpitrain.models.gpt
 import mpitrain.parallel.sequence
 import mpitrain.parallel.tensor
 import mpitrain.pipeline.executor
+import mpitrain.pipeline.update
 from mpitrain.autograd import Tensor, ops
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
@@ -36,14 +37,14 @@ from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import Sgd
 from mpitrain.optim.adam import AdamW
 from mpitrain.parallel.data import FlatReducer
-from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.action import row_text
+from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.passes import with_update
 from mpitrain.pipeline.schedules import SCHEDULES, compute_rows, one_stage
 from mpitrain.spec import Spec
 from mpitrain.verify import sweep
 from mpitrain.verify.command import main
-from mpitrain.verify.here import record, record_on
+from mpitrain.verify.here import record, record_on, replay
 from mpitrain.verify.judge import Verdict, judge
 from mpitrain.verify.layouts import WAYS, Layout, all_layouts, parse
 from mpitrain.verify.suspect import hints
@@ -286,6 +287,56 @@ def test_a_pipeline_is_equal_with_every_schedule(layout):
     assert verdict.worst()[0].share < 0.01
 
 
+STALE = ["pp2,pipedream", "pp3,pipedream", "pp2,dp2,tp2,pipedream", "pp2,pipedream-2bw", "pp2,tp2,pipedream-2bw"]
+
+
+def stale(layout: str, **options: Any) -> tuple[list[list[Record]], list[Record], list[Record]]:
+    """What a pipeline that never drains has recorded, its replay, and plain training on one rank."""
+    whole = parse(layout).schedule == "pipedream"
+    how = {"layers": 3, "batch": 12, "microbatches": 1, "clip": 0.0} if whole else {"layers": 2, "tied": True}
+    case = sweep.Case(3, parse(layout), 17, {**MODEL, **how, **options})
+    kept = record(case.layout.ranks, lambda: sweep.train(case, case.layout))
+    plain = record(1, lambda: sweep.train(case, ONE_RANK))[0]
+    return kept, replay(case.layout.schedule, kept, lambda: sweep.train(case, ONE_RANK)), plain
+
+
+@pytest.mark.parametrize("layout", STALE)
+def test_a_pipeline_that_never_drains_is_equal_to_its_replay_and_not_to_plain_training(layout):
+    """T8.3, T8.4."""
+    kept, again, plain = stale(layout)
+    verdict = judge(again, kept)
+    assert verdict.ok, verdict.first
+    assert verdict.steps == sum(sweep.STALE_ROWS)
+    assert verdict.worst()[0].share < 0.01
+    assert not judge(plain, kept).ok
+    assert {facts["batch"] for facts, _ in again[1:]} == {0}
+    assert [facts["batch"] for facts, _ in kept[0][1:]] == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_replay_leaves_a_run_alone_where_nothing_is_late():
+    kept = record(2, lambda: mlp(steps=3))
+    assert judge(replay("pipedream", kept, lambda: mlp(steps=3)), kept).ok
+
+
+def test_a_replay_of_other_micro_batches_is_refused():
+    kept = record(1, lambda: mlp(steps=3))
+    for each in kept[0][1:]:
+        each.facts["compute"] = "F0@0 B0@0"
+    with pytest.raises(ConfigError, match="makes step after step of 1 micro-batches,\nbut here it makes steps of 2"):
+        replay("pipedream", kept, lambda: mlp(steps=3))
+
+
+def test_steps_that_overlap_are_recorded_with_their_numbers_and_end_with_their_row():
+    case = sweep.Case(3, parse("pp2,pipedream"), 17, {**MODEL, "microbatches": 1, "clip": 0.0})
+    for steps, made in ((1, 4), (4, 4), (5, 6)):
+        for begin, *records in record(2, lambda: sweep.train(case, case.layout), steps):
+            assert [facts["step"] for facts, _ in records] == list(range(1, made + 1))
+            assert all(facts["loss"] > 0 and facts["updates"] == facts["step"] for facts, _ in records)
+            last = begin.facts["coords"]["pp"] == 1
+            losses = [facts["own loss"] / facts["targets"] for facts, _ in records]
+            assert losses == [facts["loss"] if last else 0.0 for facts, _ in records]
+
+
 @pytest.mark.parametrize("stage_layers", ["0,2,0", "2,0,0", "0,0,2", "1,0,1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_without_a_block_are_equal_and_hold_nothing(stage_layers, tied):
@@ -333,7 +384,7 @@ def test_a_tied_gradient_that_is_not_summed_over_the_ends_is_found(monkeypatch):
 
 def test_a_norm_of_each_stage_is_found(monkeypatch):
     """C28."""
-    whole = mpitrain.pipeline.executor.clip
+    whole = mpitrain.pipeline.update.clip
 
     def own(counted, grads, limit, total):
         def of_stage(squares):
@@ -342,8 +393,8 @@ def test_a_norm_of_each_stage_is_found(monkeypatch):
 
         return whole(counted, grads, limit, of_stage)
 
-    monkeypatch.setattr(mpitrain.pipeline.executor, "clip", own)
-    verdict, found = prove("pp2", layers=2, clip=0.01)
+    monkeypatch.setattr(mpitrain.pipeline.update, "clip", own)
+    verdict, _ = prove("pp2", layers=2, clip=0.01)
     assert verdict.first.what == "norm"
     assert "rank 0 reports" in verdict.first.problem
 
@@ -430,7 +481,7 @@ def test_norms_whose_gradients_are_not_summed_with_sequence_parallelism_are_foun
 
 def test_parameters_that_are_counted_on_every_rank_are_found_in_the_norm(monkeypatch):
     """C29."""
-    monkeypatch.setattr(Executor, "_counts", lambda self, p: True)
+    monkeypatch.setattr(mpitrain.pipeline.update.Update, "_counts", lambda self, p: True)
     verdict, found = prove("dp2")
     assert (verdict.first.step, verdict.first.kind) == (1, "norm")
     assert "everything counted 2 times over an axis of size 2 (dp)" in found["how"]
@@ -475,13 +526,13 @@ def test_a_state_that_an_optimizer_spoils_on_one_rank_is_found_though_weights_do
 
     def step(self, lr=None):
         whole(self, lr)
-        if world().rank == 1 and self.updates == sweep.STEPS:
+        if world().rank == 1 and self.updates == len(sweep.ROWS):
             self._state["second_moment"][0] *= 1.5
 
     monkeypatch.setattr(AdamW, "step", step)
     verdict, _ = prove("tp2")
     assert (verdict.first.step, verdict.first.kind, verdict.first.ranks or verdict.first.split.ranks) == (
-        sweep.STEPS,
+        len(sweep.ROWS),
         "second_moment",
         (1,) if not verdict.first.split else (0, 1),
     )
@@ -503,13 +554,24 @@ def test_weights_that_start_from_other_numbers_are_found_before_the_first_step(m
 
 
 def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
-    cases = [sweep.case_of(seed) for seed in range(60)]
-    assert [sweep.case_of(seed) for seed in range(60)] == cases
+    cases = [sweep.case_of(seed) for seed in range(100)]
+    assert [sweep.case_of(seed) for seed in range(100)] == cases
     more = ("stage_layers", "balance")
-    for name in ("tied", "gelu", "dropout", "optimizer", "clip", "reducer", "microbatches", "kv_heads", "layers", *more):
+    for name in (
+        "tied",
+        "gelu",
+        "dropout",
+        "optimizer",
+        "clip",
+        "reducer",
+        "microbatches",
+        "kv_heads",
+        "layers",
+        *more,
+    ):
         assert len({case.options[name] for case in cases}) > 1, name
     assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in cases}
-    assert {way for case in cases for way in case.layout.ways} == {word for word, way in WAYS.items() if not way.stale}
+    assert {way for case in cases for way in case.layout.ways} == set(WAYS)
     assert {letter for case in cases for letter, _ in case.layout.counts} == {"v", "s"}
     assert any("0" in (case.options["stage_layers"] or "").split(",") for case in cases)
     assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in cases)
@@ -764,6 +826,8 @@ def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
     assert main(["--layout", "tp2", script, "deaf"]) == 2
     refused = "tp2 was refused by the script:\nthe script did not obey --tp 2: its mesh was dp 2"
     assert refused in capsys.readouterr().out
+    assert main(["--layout", "pp2,zb-h1", script, "deaf"]) == 2
+    assert "the script did not obey --pp 2 --schedule zb-h1: its mesh was dp 2" in capsys.readouterr().out
     assert main(["--layout", "dp2", script, "deaf"]) == 0  # which it does by itself
 
 
@@ -775,8 +839,8 @@ def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
         ("cp2,rsa", "--cp-attention rsa: it called no rsa_attention over cp"),
         ("pp2,zb-h1", "--schedule zb-h1: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B0@0 W0@0 B1@0 W1@0"),
         ("pp2,gpipe", "--schedule gpipe: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B1@0 B0@0"),
-        ("pp2,interleaved", "--schedule interleaved: it had 1 stages a rank"),
-        ("pp2,terapipe,s2", "--schedule terapipe --slices 2: it had 1 slices a sequence"),
+        ("pp2,interleaved", "--schedule interleaved: its stages a rank were 1"),
+        ("pp2,terapipe,s2", "--schedule terapipe --slices 2: its slices a sequence were 1"),
     ],
 )
 def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys, layout, said):
@@ -798,6 +862,27 @@ def test_a_script_that_takes_stages_and_schedules_is_proven_and_one_that_has_oth
     assert "3 layouts: 3 equal" in capsys.readouterr().out
     assert main(["--layout", "pp2,1f1b", script, "another order"]) == 2
     assert "the script did not obey --schedule 1f1b: rank 0 of pp computed F0@0 F1@0 B1@0" in capsys.readouterr().out
+
+
+def test_a_pipeline_that_drains_after_every_step_is_no_proof_of_one_that_never_does(script, capsys):
+    """This script makes one step at a time, whatever its schedule is called."""
+    assert main(["--layout", "pp2,pipedream-2bw", script, "good"]) == 2
+    said = "the script did not obey --schedule pipedream-2bw: no two of its steps overlapped (executor.run takes"
+    assert said in capsys.readouterr().out
+
+
+def test_the_trainer_is_proven_against_its_replay(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = tmp_path / "found.json"
+    words = ["--layout", "pp2,pipedream-2bw", "--layout", "pp2,dp2,pipedream", "--json", str(path)]
+    assert main([*words, "--", "--layers", "2", "--clip", "1", "--microbatches", "2", "--eval-every", "3"]) == 2
+    text = capsys.readouterr().out
+    assert "pp2,pipedream-2bw  equal " in text
+    assert ", against its replay\n" in text
+    assert "--schedule pipedream updates after every batch, which is not cut: --microbatches 2 must be 1." in text
+    first, second = json.loads(path.read_text())["layouts"]
+    assert (first["outcome"], first["steps"], second["outcome"]) == ("equal", 6, "refused")  # two rows of three
+    assert first["replay"]
 
 
 def test_ways_are_looked_for_on_all_stages(script, capsys):

@@ -56,7 +56,7 @@ def outcome(run: Path) -> tuple[list[dict[str, object]], dict[str, str], str]:
         ["--tp", "2", "--sequence-parallel"],
         ["--tp", "2", "--cp", "2"],
         ["--pp", "2", "--schedule", "interleaved", "--microbatches", "2", "--tied"],
-        ["--pp", "4", "--schedule", "zb-h1", "--microbatches", "6"],
+        pytest.param(["--pp", "4", "--schedule", "zb-h1", "--microbatches", "6"], marks=pytest.mark.slow),
     ],
     ids=lambda more: " ".join(more),
 )

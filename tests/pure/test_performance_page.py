@@ -135,3 +135,35 @@ def test_a_plot_is_whole_xml_with_a_point_for_each_value():
     bars = ElementTree.fromstring(plots.bars("t", "c", [plots.Bar("x", 2.0, "2", 0), plots.Bar("y", 1.0, "1", 1)]))
     widths = [float(bar.attrib["width"]) for bar in bars.findall("{*}rect[@rx='2']")]
     assert widths[0] == 2 * widths[1]
+
+
+def test_a_pipeline_is_compared_with_the_faster_replicas_round_by_round():
+    def side(*ms):
+        return [{"ms_per_step": one, "in_messages": 0.1} for one in ms]
+
+    rounds = {
+        "dp 2": side(100, 110, 120),
+        "dp 2, 4 micro-batches": side(90, 100, 95),
+        "1f1b, m 8": side(99, 115, 114),
+        "interleaved, m 8": side(99, 95, 99),
+        "zb-h1, m 8": side(90, 101, 99),
+        "1f1b, m 16": side(100, 100, 100),
+    }
+    figure = BY_NAME["pp"].figure({"rounds": rounds})
+    assert (figure.value, figure.low, figure.high) == pytest.approx((1.15, 1.1, 1.2))
+    assert figure.note.startswith("dp 2, 4 micro-batches: 95 ms a step; 1f1b, m 8; interleaved, m 8 1.042; zb-h1")
+    better = BY_NAME["pp-better"].figure({"rounds": rounds})
+    assert better.value == pytest.approx(99 / 95)
+    assert "; zb-h1, m 8; " in better.note or "; interleaved, m 8; " in better.note
+    assert BY_NAME["pp-16"].figure({"rounds": rounds}).value == pytest.approx(0.95)
+
+
+def test_a_bubble_is_judged_by_the_schedule_that_is_farthest_from_its_formula():
+    def steps(measured, formula):
+        return [{"measured": one, "formula": formula, "simulated": formula} for one in measured]
+
+    data = {"schedules": {"1f1b": steps((0.12, 0.13, 0.11), 0.11), "zb-h1": steps((0.06, 0.2, 0.07), 0.05)}}
+    figure = BY_NAME["bubble"].figure(data)
+    assert (figure.value, figure.low) == pytest.approx((0.02, 0.01))
+    assert "zb-h1 7.0 % (formula 5.0, simulated 5.0)" in figure.note
+    assert BY_NAME["bubble-zb"].figure(data).value == pytest.approx(0.07 / 0.11)

@@ -77,7 +77,9 @@ def test_a_wrong_layout_is_refused(text, said):
 
 
 def test_an_unknown_word_is_answered_with_the_list_of_words():
-    words = r"(?s)ppN dpN cpN tpN .*gpipe \| 1f1b .*sp \(sequence parallelism, of tp\); ring \| ulysses \| rsa .*vN .*sN"
+    words = (
+        r"(?s)ppN dpN cpN tpN .*gpipe \| 1f1b .*sp \(sequence parallelism, of tp\); ring \| ulysses \| rsa .*vN .*sN"
+    )
     with pytest.raises(ConfigError, match=words):
         parse("ep2")
 

@@ -83,7 +83,9 @@ def _way_of_boundary(state: State, wanted: State) -> str:
         message = {"Invariant": "an all_reduce", "Replicate": "a sum_everywhere"}.get(wanted.name, "a reduce_scatter")
         return f"{message} is missing before it"
     if state.dim is not None and wanted.dim is None:
-        return f"{'a gather' if wanted == INVARIANT else 'an all_gather'} is missing before it, or the boundary is wrong"
+        return (
+            f"{'a gather' if wanted == INVARIANT else 'an all_gather'} is missing before it, or the boundary is wrong"
+        )
     return "the boundary is wrong, or a message before it"
 
 

@@ -1,0 +1,118 @@
+"""What is known of a row before it runs, and what is alive while it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from mpitrain.autograd.carry import Carry
+from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array
+from mpitrain.comm.request import Request
+from mpitrain.errors import ScheduleError
+from mpitrain.pipeline.action import Action, Row
+from mpitrain.pipeline.check import Checked
+from mpitrain.pipeline.flight import Flight, Key, key_of
+from mpitrain.pipeline.update import StepReport
+
+
+class RowPlan:
+    """A row, and what can be known of it before it runs.
+
+    Attributes:
+        row: the actions.
+        checked: what the checker found.
+        per_batch: micro-batches of a batch.
+        parts: slices of a micro-batch.
+        last_walks: places of the last walk back through each stage for each batch: what is final there is final.
+        next_receive: place of a RECV -> the RECV after it.
+    """
+
+    def __init__(self, row: Row, checked: Checked, batches: int) -> None:
+        self.row = row
+        self.checked = checked
+        self.parts = 1 + max((action.part or 0 for action in row), default=0)
+        micros = {action.micro for action in row if action.kind == "LOAD"}
+        self.per_batch = len(micros) // batches
+        if self.per_batch * batches != len(micros):
+            raise ScheduleError(f"{len(micros)} micro-batches of the schedule are not those of {batches} batches")
+        self._split = {key_of(action) for action in row if action.kind == "W"}
+        walks = [
+            (place, action)
+            for place, action in enumerate(row)
+            if action.kind == "W" or (action.kind == "B" and key_of(action) not in self._split)
+        ]
+        self.last_walks = set({(self.batch_of(action), action.stage): place for place, action in walks}.values())
+        receives = [place for place, action in enumerate(row) if action.kind in ("RECV_F", "RECV_B")]
+        self.next_receive = {here: row[after] for here, after in pairwise(receives)}
+
+    def batch_of(self, action: Action) -> int:
+        """The batch of a micro-batch."""
+        assert action.micro is not None
+        return action.micro // self.per_batch
+
+    def unit(self, action: Action) -> int:
+        """The number of a micro-batch, or of its slice, among all."""
+        assert action.micro is not None
+        return action.micro * self.parts + (action.part or 0)
+
+    def is_split(self, action: Action) -> bool:
+        """Whether the weights' half of this backward is an action of its own."""
+        return key_of(action) in self._split
+
+
+class Running:
+    """What is alive while a row runs.
+
+    Attributes:
+        micros: batch -> its micro-batches; parts: (micro-batch, slice) -> its tokens.
+        targets: batch -> targets over all ranks; losses: batch -> sum of this rank.
+        arrived: what came for an F; inputs: the same as leaves; gradients: what came for a B, or is to be sent from the
+            stage after; flying: between F and the end of backward; carries: between the slices of a micro-batch.
+        posted: receives that were posted ahead.
+    """
+
+    def __init__(self, batches: Sequence[Any], plan: RowPlan) -> None:
+        self.batches = batches
+        self.plan = plan
+        self.micros: dict[int, list[Any]] = {}
+        self.parts: dict[tuple[int | None, int], Any] = {}
+        self.targets: dict[int, int] = {}
+        self.losses = [0.0] * len(batches)
+        self.reports: list[StepReport] = []
+        self.arrived: dict[Key, list[Array]] = {}
+        self.inputs: dict[Key, tuple[Tensor, ...]] = {}
+        self.gradients: dict[Key, list[Array]] = {}
+        self.flying: dict[Key, Flight] = {}
+        self.carries: dict[tuple[int | None, int], Carry] = {}
+        self.posted: dict[Action, list[Request]] = {}
+
+    def part(self, action: Action) -> Any:
+        """The micro-batch of an action, or its slice; None where it has none, or it is not loaded yet."""
+        return (
+            self.parts.get((action.micro, action.part or 0)) if action.kind not in ("COUNT", "REDUCE", "STEP") else None
+        )
+
+    def made(self, action: Action) -> dict[str, Any]:
+        """What an action made, for listeners.
+
+        An F: `output` is the loss, None before the last stage; `outputs` what goes on.  A STEP: `reports` of the steps
+        of its row that are known by now, which where steps overlap may be none until the last.
+        """
+        if action.kind == "STEP":
+            return {"reports": tuple(self.reports)}
+        flight = self.flying.get(key_of(action)) if action.kind == "F" else None
+        if flight is None:
+            return {"output": None, "outputs": ()}
+        is_loss = action.stage == len(self.plan.checked.placement) - 1
+        return {"output": flight.outputs[0] if is_loss else None, "outputs": flight.outputs}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tapes, and of what has arrived and was not used yet."""
+        held = [arrays for held in (self.arrived, self.gradients) for arrays in held.values()]
+        leaves = [[t.data for t in inputs] for inputs in self.inputs.values()]
+        return sum(flight.tape.nbytes for flight in self.flying.values()) + sum(
+            array.nbytes for arrays in (*held, *leaves) for array in arrays
+        )
