@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pipeline_page
 import plots
 from growth import SWEEPS
 from plots import Bar, Line, Panel
@@ -258,6 +259,7 @@ def files(result: Result) -> dict[Path, str]:
         KEPT: json.dumps(result, indent=1) + "\n",
         PAGE: page(result),
         **{FIGURES / name: text for name, text in pictures(result).items()},
+        **pipeline_page.files(result["measurements"]),
     }
 
 

@@ -1,20 +1,18 @@
 """The bubble of each schedule from a run's own events, beside its formula and the simulator.
 
     mpirun -n 2 python -m mpi4py benchmarks/pipeline_bubble.py --rounds 5
-    mpirun -n 2 python -m mpi4py benchmarks/pipeline_bubble.py --rounds 5 --pictures docs/images
 
 Two ranks share a GPT of 4 blocks, cut in the middle: a vocabulary of 64 makes embedding and head too cheap to matter,
 so that both cost the same.  The trainings take turns; the ranks' clocks (mpitrain/debug/timeline.py) say what a step
 was like.  Formula and simulator are given the times that F, B and W took in that very step.
 
-With `--pictures` the step of each schedule whose bubble is the median is drawn, and the simulator's with its costs.
+The whole step of each schedule whose bubble is the median is kept, to be drawn (pipeline_page.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mpitrain  # noqa: F401 - before NumPy (mpitrain/blas.py)
@@ -32,8 +30,7 @@ from mpitrain.optim import AdamW
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import balance
 from mpitrain.pipeline.passes import complete
-from mpitrain.pipeline.picture import svg
-from mpitrain.pipeline.simulate import Timeline, simulate
+from mpitrain.pipeline.simulate import simulate
 
 SIZES = GPTConfig(vocab=64, layers=4, width=256, heads=4, seq_len=128)
 MICROBATCHES = 8
@@ -84,17 +81,13 @@ def _batches(number: int, seed: int) -> list[Batch]:
     return made
 
 
-def _simulated(name: str, step: Measured) -> Timeline:
-    return simulate(complete(name, **_shape(name)), step.costs)
-
-
 def _facts(name: str, step: Measured) -> dict[str, Any]:
     """Plain numbers; times in milliseconds."""
     costs = step.costs
     return {
         "measured": step.bubble,
         "formula": expected_bubble(name, **_shape(name), costs=costs),
-        "simulated": _simulated(name, step).bubble,
+        "simulated": simulate(complete(name, **_shape(name)), costs).bubble,
         "makespan": step.makespan,
         "busy": step.busy,
         "waiting": step.waiting,
@@ -117,33 +110,22 @@ def measure(rounds: int) -> dict[str, list[Measured]]:
     return found
 
 
-def draw(found: dict[str, list[Measured]], folder: Path) -> list[Path]:
-    """A picture of each schedule's median step, and of what the simulator makes of its costs."""
-    written = []
-    for name, steps in found.items():
-        step = sorted(steps, key=lambda step: step.bubble)[len(steps) // 2]
-        for suffix, what, timeline in (
-            ("", "measured", step.timeline),
-            ("-simulated", "simulated with its costs", _simulated(name, step)),
-        ):
-            path = folder / f"pipeline-measured-{name}{suffix}.svg"
-            path.write_text(svg(timeline, f"{name}, {what}, times in ms"), encoding="utf-8")
-            written.append(path)
-    return written
+def _lanes(steps: list[Measured]) -> list[str]:
+    """The step whose bubble is the median: for each rank `action begin end` in milliseconds, one after the other."""
+    step = sorted(steps, key=lambda step: step.bubble)[len(steps) // 2]
+    return ["; ".join(f"{action} {start:.3f} {stop:.3f}" for action, start, stop in lane) for lane in step.spans]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pictures", type=Path, help="folder to draw into")
     options = parser.parse_args()
     found = measure(options.rounds)
     if world().rank:
         return
-    if options.pictures is not None:
-        draw(found, options.pictures)
     schedules = {name: [_facts(name, step) for step in steps] for name, steps in found.items()}
-    print(json.dumps({"schedules": schedules}), flush=True)
+    drawn = {name: _lanes(steps) for name, steps in found.items()}
+    print(json.dumps({"microbatches": MICROBATCHES, "schedules": schedules, "drawn": drawn}), flush=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def test_every_action_begins_and_ends_when_the_simulator_says(schedule, pp, chun
             assert action == span.action
             if action.kind != "STEP":  # where all meet, which the clocks do not know
                 assert times == pytest.approx([span.start, span.stop], abs=1e-9), action
+        sent = [stop for action, _, stop in mine if action.kind.startswith("SEND")]
+        assert mine[-1][2] >= max(sent) + late  # a step is over when its messages have arrived
 
 
 def test_messages_that_travel_for_20_ms_hide_behind_the_work_of_both_ends():

@@ -887,7 +887,7 @@ def test_the_trainer_is_proven_against_its_replay(capsys, monkeypatch, tmp_path)
 
 def test_ways_are_looked_for_on_all_stages(script, capsys):
     """The first stage of this model of one block holds none, so it calls no attention."""
-    assert main(["--layout", "pp2,cp2,rsa", "--first", "1", script, "good"]) == 0
+    assert main(["--layout", "pp3,cp2,rsa", "--first", "1", script, "good"]) == 0
 
 
 @pytest.mark.parametrize("layout", ["tp2,sp", "cp2,ring", "cp2,ulysses", "cp2,rsa"])

@@ -201,6 +201,64 @@ def test_the_input_half_frees_what_no_weight_needs():
     assert tape.nbytes < before
 
 
+def test_what_makes_all_its_gradients_in_one_pass_makes_them_in_the_input_half():
+    """Its weights are written in the weight half all the same, so that they are final there, and counted till then."""
+    made = []
+
+    def note(event):
+        if event.kind == "op" and event.phase == "begin":
+            made.append((event.name, event.info["wanted"]))
+
+    x = Tensor(X, requires_grad=True)
+    norm = LayerNorm("norm", 4)
+    norm.materialize(Alone, dtype=np.float64)
+    with Tape() as tape:
+        y = norm(x)
+    with listen(note):
+        tape.backward_inputs([(y, X)])
+        assert made == [("layer_norm.backward", (True, True, True))]
+        assert not norm.weight.touched
+        assert tape.nbytes == 2 * norm.weight.grad.nbytes
+        assert names(tape.backward_weights()) == [["norm.weight", "norm.bias"]]
+    assert len(made) == 1
+    assert tape.nbytes == 0
+    np.testing.assert_array_equal(norm.bias.grad, X.sum(axis=0))
+
+
+def test_where_only_weights_want_a_gradient_the_input_half_leaves_all_to_the_other():
+    norm = LayerNorm("norm", 4)
+    norm.materialize(Alone, dtype=np.float64)
+    with Tape() as tape:
+        y = norm(Tensor(X))
+    tape.backward_inputs([(y, X)])
+    assert tape.nbytes > 2 * norm.weight.grad.nbytes
+    list(tape.backward_weights())
+    np.testing.assert_array_equal(norm.bias.grad, X.sum(axis=0))
+
+
+def test_gradients_that_wait_for_the_weight_half_count_and_inputs_are_let_go():
+    class Layer(Module):
+        def __init__(self):
+            super().__init__("layer")
+            self.weight = Parameter("weight", (4, 3), init=lambda *_: np.ones((4, 3)))
+            self.materialize(Alone, dtype=np.float64)
+
+    layer = Layer()
+    data = X.copy()
+    alive = weakref.ref(data)
+    x = Tensor(data, requires_grad=True)
+    with Tape() as tape:
+        y = ops.linear(x * 2.0, layer.weight)
+    grad = np.ones((2, 3))
+    tape.backward_inputs([(y, grad)])
+    np.testing.assert_array_equal(tape.grads.pop(x), np.full((2, 4), 6.0))
+    assert tape.nbytes == data.nbytes + grad.nbytes  # the product's input and the gradient of its result
+    del x, data
+    assert alive() is None
+    list(tape.backward_weights())
+    np.testing.assert_allclose(layer.weight.grad, (2 * X).T @ grad)
+
+
 @pytest.mark.parametrize("again", ["backward", "backward_inputs", "backward_weights", "record"])
 def test_a_tape_is_walked_once(again):
     x = Tensor(X, requires_grad=True)
