@@ -31,7 +31,7 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_device, to_host
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.tokens import Batch
-from mpitrain.errors import ShapeError
+from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Dropout, LayerNorm
@@ -275,6 +275,12 @@ class GPT(Module):
             raise ShapeError(f"a partition of {sum(layers)} blocks {layers} for a model of {self.config.layers}.")
         if len(layers) % ranks:
             raise ShapeError(f"{len(layers)} stages are not divisible by axis pp of size {ranks}.")
+        own = type(self)
+        if len(layers) > 1 and own.forward is not GPT.forward and own.forward_stage is GPT.forward_stage:
+            raise ConfigError(
+                f"{own.__name__} has a forward of its own, which no stage of a pipeline would run.\n"
+                "Define forward_stage as well, which is given the stage's number and its inputs; or take one stage."
+            )
 
     def _stream_slice(self, length: int) -> slice:
         """Which of the tokens here this rank holds between tensor-parallel regions."""

@@ -107,8 +107,8 @@ MISTAKES = (AttributeError, KeyError, NameError, TypeError)
 """What a mutation raises that does not fit the library any more: that is no bug that anybody would have found."""
 
 
-def found_by(mutation: Mutation) -> dict[str, str]:
-    """Who finds it, and what they say."""
+def found_by(mutation: Mutation, states: bool = True) -> dict[str, str]:
+    """Who finds it, and what they say; `states`: whether the check of states is asked, too."""
     layout = parse(mutation.layout)
     losses: list[float] = []
     found = {}
@@ -127,6 +127,8 @@ def found_by(mutation: Mutation) -> dict[str, str]:
         found["verify"] = raised or str(verdict.first)
     elif losses != pytest.approx([loss] * layout.ranks, rel=1e-10):
         found["evaluation"] = f"losses {losses}, not {loss}"
+    if not states:
+        return found
     with mutation.patch(), contextlib.suppress(Exception):
         try:
             recorded(layout.ranks, lambda: checked(lambda: train(layout, mutation.options)))
@@ -137,7 +139,7 @@ def found_by(mutation: Mutation) -> dict[str, str]:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_known_bug_is_found(mutation: Mutation) -> None:
-    found = found_by(mutation)
+    found = found_by(mutation, states=mutation.seen)
     assert mutation.by in found
     assert "states" in found or not mutation.seen
 
@@ -201,7 +203,7 @@ def test_warm_ups_that_are_off_by_one_are_refused_or_change_nothing(ranks: int, 
     assert len(refused) < len(known)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_no_false_alarm_over_random_configurations(seed: int) -> None:
     """The cases of `mpitrain verify --sweep`, under the check of states."""
     result = prove(case_of(seed), lambda case, layout: checked(lambda: train_case(case, layout)))

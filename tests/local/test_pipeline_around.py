@@ -19,7 +19,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.data.tokens import Batch
 from mpitrain.debug.compare import compare
-from mpitrain.errors import ScheduleError, ShapeError
+from mpitrain.errors import ConfigError, ScheduleError, ShapeError
 from mpitrain.events import listen
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT, GPTConfig
@@ -439,3 +439,21 @@ def assert_same_bits(mine, theirs):
         assert mine[kind].keys() == arrays.keys()
         for name, array in arrays.items():
             np.testing.assert_array_equal(mine[kind][name], array, err_msg=f"{kind} {name}")
+
+
+def test_a_forward_that_no_stage_would_run_is_refused():
+    class Doubled(GPT):
+        def forward(self, batch):
+            return 2.0 * super().forward(batch)
+
+    class Staged(Doubled):
+        def forward_stage(self, stage, batch, *inputs, carry=None):
+            return super().forward_stage(stage, batch, *inputs, carry=carry)
+
+    def main(kind):
+        kind(GPTConfig(layers=2, width=8, heads=2, seq_len=4), Mesh(world(), pp=world().size))
+
+    LocalWorld(1).run(main, Doubled)
+    LocalWorld(2).run(main, Staged)
+    with pytest.raises(ConfigError, match="Doubled has a forward of its own, which no stage of a pipeline would run"):
+        LocalWorld(2).run(main, Doubled)

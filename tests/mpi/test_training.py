@@ -55,7 +55,7 @@ def outcome(run: Path) -> tuple[list[dict[str, object]], dict[str, str], str]:
         ["--reducer", "bucketed", "--bucket-mib", "0.02", "--microbatches", "2"],
         ["--tp", "2", "--sequence-parallel"],
         ["--tp", "2", "--cp", "2"],
-        ["--pp", "2", "--schedule", "interleaved", "--microbatches", "2", "--tied"],
+        ["--pp", "2", "--schedule", "interleaved", "--microbatches", "2", "--tied", "--check"],
         pytest.param(["--pp", "4", "--schedule", "zb-h1", "--microbatches", "6"], marks=pytest.mark.slow),
     ],
     ids=lambda more: " ".join(more),
