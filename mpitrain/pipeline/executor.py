@@ -14,6 +14,7 @@ Messages are posted and waited for here and nowhere else; what they carry is the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -34,7 +35,7 @@ from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
 from mpitrain.parallel.stages import Links, pass_through
-from mpitrain.pipeline.action import Action, Row, Schedule
+from mpitrain.pipeline.action import Action, Row, Schedule, row_text
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.flight import Flight, beside, key_of
 from mpitrain.pipeline.running import RowPlan, Running
@@ -94,8 +95,10 @@ class Executor:
         self.mesh = mesh
         self.slices = None if slices is None else tuple(slices)
         self._rows_of: Callable[[int], Schedule] = rows if callable(rows) else lambda _: rows
+        self._rule = versions
         self._plans: dict[int, RowPlan] = {}
         self.checked = self._plan(1).checked
+        self._compare_rows()
         agree_on_arithmetic(mesh.world)
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
@@ -209,6 +212,22 @@ class Executor:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[batches] = plan
         return plan
+
+    def _compare_rows(self) -> None:
+        """Refuse rows that are not the same on all ranks: they would wait for messages that nobody sends.
+
+        Where steps overlap, those of a few batches tell.
+        """
+        some = (1,) if self._rule is None else (1, 3)
+        text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
+        mine = [hashlib.sha256(text.encode()).hexdigest(), self._rule, self.slices and list(self.slices)]
+        found = self.mesh.world.exchange(mine)
+        odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if odd is not None:
+            raise ScheduleError(
+                f"rank {odd} was given another schedule than rank 0.\nEvery rank needs the rows of all ranks, made from"
+                " the same name, micro-batches, chunks and slices."
+            )
 
     # -- actions ------------------------------------------------------------------------------------------------------
 

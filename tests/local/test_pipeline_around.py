@@ -457,3 +457,15 @@ def test_a_forward_that_no_stage_would_run_is_refused():
     LocalWorld(2).run(main, Staged)
     with pytest.raises(ConfigError, match="Doubled has a forward of its own, which no stage of a pipeline would run"):
         LocalWorld(2).run(main, Doubled)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_ranks_with_different_schedules_are_told_so_before_the_first_step(dp):
+    def main():
+        mesh = Mesh(world(), pp=2, dp=dp)
+        model = GPT(GPTConfig(layers=2, width=8, heads=2, seq_len=4), mesh)
+        micros = 4 if world().rank == 2 * dp - 1 else 2
+        Executor(model, Sgd(model.parameters(), lr=0.1), mesh, complete("1f1b", ranks=2, microbatches=micros))
+
+    with pytest.raises(ScheduleError, match=f"rank {2 * dp - 1} was given another schedule than rank 0"):
+        LocalWorld(2 * dp).run(main)
