@@ -16,8 +16,8 @@ from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import world
 from mpitrain.errors import CommError, ScheduleError
 from mpitrain.pipeline.action import Action, Row, Schedule, parse_row, row_text
-from mpitrain.pipeline.passes import with_messages, with_update
 from mpitrain.pipeline.check import check
+from mpitrain.pipeline.passes import with_messages, with_update
 
 # Rank 0 wants the gradient of micro-batch 0 before it sends micro-batch 1; rank 1 wants it the other way around.
 CROSSED = """F0@0 B0@0 F1@0 B1@0

@@ -71,8 +71,8 @@ class GPT(Module):
     Raises:
         ShapeError: heads, the sequence or the stages do not divide; on every rank, before any message.
 
-    `model(batch)`, where all stages are on this rank, is the sum over the batch's valid targets of the cross-entropy in nats: the executor divides by their
-    number over all ranks.  A batch from the host goes to where the weights are.
+    `model(batch)`, where all stages are on this rank, is the sum over the batch's valid targets of the cross-entropy in
+    nats: the executor divides by their number over all ranks.  A batch from the host goes to where the weights are.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class GPT(Module):
         if stage not in self.stages:
             raise ShapeError(
                 f"this rank of axis pp holds the stages {' '.join(map(str, self.stages))} of {self.num_stages}: stage"
-                f" {stage} is elsewhere.\nAn Executor runs all of them: executor.step(batch), executor.evaluate(batches)."
+                f" {stage} is elsewhere.\nAn Executor runs them all: executor.step(batch), executor.evaluate(batches)."
             )
 
     def _check_stages(self, mesh: Mesh) -> None:
