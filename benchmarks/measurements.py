@@ -126,16 +126,16 @@ PIPELINES: dict[str, dict[str, Any]] = {
         for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
     },
 }
-"""Ways to share M and 16 sequences out by two ranks: half of the sequences each, or half of the layers.
+"""Ways to share S and 64 sequences out by two ranks: half of the sequences each, or half of the layers.
 
-Replicas may take their 8 sequences at once, or 2 at a time as the pipelines of 8 micro-batches do; the faster one
-counts.
+Replicas may take their 32 sequences at once, or 8 at a time as the pipelines of 8 micro-batches do; the faster
+count.
 """
 
 
 def pipelines(options: Options) -> Data:
-    """M on two ranks, the same global batch of 16, as replicas and in pipelines."""
-    sides = [("mpitrain", task("M", ranks=2, batch=16)._replace(**layout), {}) for layout in PIPELINES.values()]
+    """S on two ranks, the same global batch of 64, as replicas and in pipelines."""
+    sides = [("mpitrain", task("S", ranks=2, batch=64)._replace(**layout), {}) for layout in PIPELINES.values()]
     with on_cores(2), alive(*sides) as started:
         turns = {name: Turn(processes) for name, processes in zip(PIPELINES, started, strict=True)}
         same = [(name, "dp 2") for name in PIPELINES if name != "dp 2"]

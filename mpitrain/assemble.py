@@ -102,7 +102,7 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
     What a stage costs is its number of blocks, its parameters, its operations, or the time of its parts as rank 0
     measures them; all ranks get the same answer.
     """
-    stages = config.pp * chunks(config)
+    stages = config.pp * config.num_chunks
     embedding, block, head = 0.0, 1.0, 0.0
     if config.stage_layers is not None:
         return Partition(tuple(map(int, config.stage_layers.split(","))))
@@ -118,34 +118,24 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
     return balance([block] * sizes.layers, stages, first=embedding, last=head)
 
 
-def schedule_name(config: Config) -> str:
-    """The schedule that is run: one stage has nothing to put in order, so there all are the same."""
-    return config.schedule if config.pp > 1 else "1f1b"
-
-
-def chunks(config: Config) -> int:
-    """Stages of each rank."""
-    return config.chunks if config.schedule == "interleaved" and config.pp > 1 else 1
-
-
 def build_rows(config: Config, batches: int = 1) -> Schedule:
     """The actions of every pipeline rank."""
     return complete(
-        schedule_name(config),
+        config.schedule_name,
         ranks=config.pp,
         microbatches=config.microbatches,
-        chunks=chunks(config),
-        slices=config.slices if schedule_name(config) == "terapipe" else 1,
+        chunks=config.num_chunks,
+        slices=config.num_slices,
         batches=batches,
     )
 
 
 def slice_lengths(config: Config, sizes: GPTConfig) -> list[int] | None:
     """Lengths into which terapipe cuts each sequence: of one cost, so later ones, which see more keys, are shorter."""
-    if schedule_name(config) != "terapipe" or config.slices == 1:
+    if config.num_slices == 1:
         return None
     linear, quadratic = sizes.flops_of_a_token
-    return equal_cost_slices(sizes.seq_len, config.slices, linear, quadratic)
+    return equal_cost_slices(sizes.seq_len, config.num_slices, linear, quadratic)
 
 
 def build_optimizer(config: Config, model: GPT) -> Optimizer:
@@ -163,7 +153,7 @@ def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh,
     else:
         reducer = FlatReducer(model.flats, mesh)
     warmup = warmup_updates(config.warmup, steps)
-    kind = SCHEDULES[schedule_name(config)]
+    kind = SCHEDULES[config.schedule_name]
     return Executor(
         model,
         optimizer,

@@ -34,7 +34,7 @@ from mpitrain.options import (
     text,
     whole,
 )
-from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.schedules import DEFAULT_CHUNKS, SCHEDULES
 
 MODELS: Mapping[str, Mapping[str, int]] = {
     "gpt-tiny": {"layers": 2, "width": 32, "heads": 2, "seq_len": 32},
@@ -48,6 +48,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 """Models by name and their sizes; the last four are those of Radford et al. 2019 (GPT-2), table 2."""
 
 SIZES = ("layers", "width", "heads", "seq_len")
+DEFAULT_SLICES = 4
 BALANCES = ("layers", "parameters", "flops", "measured")
 """What a partition into stages can deal out evenly."""
 CONTEXT_KINDS = ("ring", "ulysses", "rsa")
@@ -118,8 +119,12 @@ class Config:
 
     pp: int = whole(1, "pipeline stages: ranks over which the layers are dealt out", 1, 2**20)
     schedule: str = choice("1f1b", "order in which the stages of --pp work", SCHEDULES)
-    chunks: int = whole(2, "interleaved: stages of each rank of --pp", 1, 2**10)
-    slices: int = whole(4, "terapipe: slices into which every sequence is cut", 1, 2**16)
+    chunks: int | None = whole(
+        None, "interleaved: stages of each rank of --pp", 1, 2**10, unset=f"default: {DEFAULT_CHUNKS}"
+    )
+    slices: int | None = whole(
+        None, "terapipe: slices into which every sequence is cut", 1, 2**16, unset=f"default: {DEFAULT_SLICES}"
+    )
     balance: str = choice("layers", "what is dealt out evenly over the stages", BALANCES)
     stage_layers: str | None = text(
         None, "blocks of each stage, as 3,2,2,1", metavar="N,N,...", unset="default: what --balance comes to"
@@ -181,6 +186,21 @@ class Config:
         _check(self)
 
     # -- what follows from the settings
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule that is run: one stage has nothing to put in order, so there all are the same."""
+        return self.schedule if self.pp > 1 else "1f1b"
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each rank of pp."""
+        return (self.chunks or DEFAULT_CHUNKS) if self.schedule_name == "interleaved" else 1
+
+    @property
+    def num_slices(self) -> int:
+        """Parts into which sequences are cut over time."""
+        return (self.slices or DEFAULT_SLICES) if self.schedule_name == "terapipe" else 1
 
     def fixed(self, steps: int) -> Config:
         """The same settings with the number of steps that the budget came to."""
@@ -319,7 +339,7 @@ def _check(config: Config) -> None:
         near = max(microbatches, round(batch / microbatches) * microbatches)
         raise ConfigError(
             f"--batch {batch} is not divisible by --microbatches {microbatches}: all micro-batches must have the same "
-            f"size.  Try --batch {near}."
+            f"size.  Try --batch {near}{_or_microbatches(batch, microbatches)}."
         )
     if config.steps is not None and config.budget is not None:
         raise ConfigError(
@@ -334,6 +354,12 @@ def _check(config: Config) -> None:
         raise ConfigError(f"--warmup {config.warmup:g}: must be from 0 to the number of steps, {config.steps}.")
     if config.resume == "latest" and config.run is None:
         raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
+
+
+def _or_microbatches(sequences: int, wanted: int, group: int = 1) -> str:
+    """` or --microbatches 4`: as many as divide a rank's sequences, a multiple of `group`; '' if there are none."""
+    fitting = [n for n in range(group, min(sequences, 2**16) + 1, group) if sequences % n == 0]
+    return f" or --microbatches {min(fitting, key=lambda n: abs(n - wanted))}" if fitting else ""
 
 
 def check_layout(config: Config, dp: int) -> None:
@@ -351,14 +377,16 @@ def check_layout(config: Config, dp: int) -> None:
         near = max(parts, round(config.batch / parts) * parts)
         raise ConfigError(
             f"--batch {config.batch} is not divisible by {parts} (--dp {dp} x --microbatches {config.microbatches}): "
-            f"every micro-batch of every rank needs as many sequences.  Try --batch {near}."
+            f"every micro-batch of every rank needs as many sequences.  Try --batch {near}"
+            + (_or_microbatches(config.batch // dp, config.microbatches) if config.batch % dp == 0 else "")
+            + "."
         )
     _check_heads(config)
     _check_sequence(config)
-    _check_pipeline(config)
+    _check_pipeline(config, dp)
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, dp: int) -> None:
     """What the schedule asks of the number of micro-batches, and of what it can go together with.
 
     On one stage every schedule is the same work, so nothing is asked of it there.
@@ -368,10 +396,14 @@ def _check_pipeline(config: Config) -> None:
         _check_stage_layers(config)
     if pp == 1:
         return
-    if name == "interleaved" and config.chunks > 1 and m % pp:
+    for option, value, its in (("chunks", config.chunks, "interleaved"), ("slices", config.slices, "terapipe")):
+        if value not in (None, 1) and name != its:
+            raise ConfigError(f"--{option} {value} is for --schedule {its}; --schedule {name} has none.")
+    if config.num_chunks > 1 and m % pp:
+        fits = _or_microbatches(config.batch // dp, m, pp)
         raise ConfigError(
             f"--schedule interleaved: --microbatches {m} is not divisible by --pp {pp}: the stages of a rank take turns"
-            f" in groups of {pp}.  Try --microbatches {max(pp, round(m / pp) * pp)}, or --schedule 1f1b."
+            f" in groups of {pp}.  Try{fits.removeprefix(' or') + ', or' if fits else ''} --schedule 1f1b."
         )
     if name == "pipedream" and m != 1:
         raise ConfigError(
@@ -392,8 +424,10 @@ def _check_pipeline(config: Config) -> None:
         value = getattr(config, option)
         if value > (option == "cp"):
             raise ConfigError(_refusal(name, option, value))
-    if name == "terapipe" and config.slices > config.seq_len:
-        raise ConfigError(f"--slices {config.slices}: a sequence of {config.seq_len} tokens has not so many slices.")
+    if config.num_slices > config.seq_len:
+        raise ConfigError(
+            f"--slices {config.num_slices}: a sequence of {config.seq_len} tokens has not so many slices."
+        )
 
 
 def _refusal(schedule: str, option: str, value: Any) -> str:
@@ -413,7 +447,7 @@ def _check_stage_layers(config: Config) -> None:
     """Blocks of each stage: as many numbers as stages, which sum to the layers."""
     given = config.stage_layers or ""
     words = given.split(",")
-    stages = config.pp * (config.chunks if config.schedule == "interleaved" and config.pp > 1 else 1)
+    stages = config.pp * config.num_chunks
     if not all(word.isascii() and word.isdigit() and len(word) < 5 for word in words):
         raise ConfigError(f"--stage-layers {show(given)}: must be whole numbers joined by commas, as 3,2,2,1.")
     if len(words) != stages or sum(map(int, words)) != config.layers:

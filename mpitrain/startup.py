@@ -14,9 +14,10 @@ from mpitrain.data.corpus import Corpus
 from mpitrain.models.gpt import GPT
 from mpitrain.pipeline.partition import describe
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.pipeline.simulate import simulate
+from mpitrain.pipeline.simulate import Costs, simulate
 from mpitrain.plan.traffic import Step, Traffic, traffic
 
+MUCH_IDLE = 0.25  # of a step, from which on the start block says what helps
 IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
 
 
@@ -82,13 +83,20 @@ def _tensors(mesh: Mesh, model: GPT) -> str:
 
 
 def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
-    """Stages, schedule, and for how much of a step ranks have nothing to do, where B and W take as long as F each."""
+    """Stages, schedule, and for how much of a step ranks have nothing to do if operations take equal time."""
     flush = SCHEDULES[config.schedule].versions is None
-    played = simulate(build_rows(config, 1 if flush else IDLE_OVER))
+    embedding, block, head = model.config.flops_of_parts
+    costs = [float(block * blocks) for blocks in model.partition.layers]
+    costs[0] += embedding
+    costs[-1] += head
+    played = simulate(build_rows(config, 1 if flush else IDLE_OVER), Costs(f=costs, b=costs, w=costs))
     over = "of a step" if flush else f"in a row of {IDLE_OVER} batches"
-    idle = f"{100 * played.bubble:.0f} % idle {over}" + (
-        ": more --microbatches idle less" if played.bubble > 0.25 else ""
-    )
+    idle = f"about {100 * played.bubble:.0f} % idle {over}"
+    empty = sum(blocks == 0 for blocks in model.partition.layers)
+    if empty:
+        idle += f": {empty} stages have no block"
+    elif played.bubble > MUCH_IDLE:
+        idle += ": more --microbatches, or another --balance, idle less"
     return f"{config.schedule}, blocks {describe(model.partition)}; {idle}"
 
 

@@ -38,7 +38,7 @@ from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.states import StateChecker
-from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.errors import CheckpointError, ConfigError, MeshError
 from mpitrain.events import listen
 from mpitrain.metrics import MetricsWriter, read_metrics
 from mpitrain.models.generate import generate
@@ -98,10 +98,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = together(ranks, lambda: _settings_of_resumed(flags, found)) or config
     else:
         found = None
-    mesh = Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+    mesh = _mesh(ranks, config, found, flags)
     settings.check_layout(config, mesh.dp.size)
     Training(config, mesh, found, began).run()
     return 0
+
+
+def _mesh(ranks: World, config: Config, found: Path | None, flags: list[str]) -> Mesh:
+    """The layout.
+
+    Raises:
+        MeshError: it does not fit the ranks; of a run that goes on, also whose layout that is if no flag gave it.
+    """
+    try:
+        return Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+    except MeshError as error:
+        kept = [axis for axis in ("--pp", "--cp", "--tp") if not settings.gives(flags, axis)]
+        if found is None or settings.names_a_file(flags) or not any(getattr(config, axis[2:]) > 1 for axis in kept):
+            raise
+        raise MeshError(
+            f"{error}\nThe layout is that of the run before ({found}); flags change it: {' '.join(kept)}"
+        ) from None
 
 
 def _settings_of_resumed(flags: list[str], found: Path) -> Config:

@@ -17,6 +17,7 @@ from mpitrain.autograd.tape import PATH
 from mpitrain.backend import Array
 from mpitrain.errors import ConfigError
 from mpitrain.nn.parameter import Flat, Parameter, materialize
+from mpitrain.nn.stage_output import check_outputs
 from mpitrain.spec import State
 
 PRECISION: ContextVar[Any] = ContextVar("mpitrain.precision", default=None)
@@ -85,7 +86,8 @@ class Module:
             stage: its number, one of `stages`.
             batch: the micro-batch; every stage is given it.
             inputs: what the stage before has made, Tensors as `boundary(stage, batch)` says; none for stage 0.
-            carry: what earlier slices of the same sequences left (`mpitrain.autograd.carry`); None: there are none.
+            carry: what earlier slices of the same sequences left (`mpitrain.autograd.carry`); given only where
+                sequences are cut into slices, so that a model that never is needs no such argument.
 
         Returns:
             What goes to the next stage; of the last stage the loss alone: the sum over the batch's valid targets.
@@ -93,12 +95,18 @@ class Module:
         return (self(batch),)
 
     def run_stage(self, stage: int, batch: Any, *inputs: Any, carry: Any = None) -> tuple[Any, ...]:
-        """`forward_stage`, whose ops then know that they are the model's, as a call makes them."""
+        """`forward_stage`, whose ops then know that they are the model's, as a call makes them.
+
+        Raises:
+            ConfigError, ShapeError: it returned something else than the loss, or what `boundary` says.
+        """
         token = PATH.set(self.name or PATH.get())
         try:
-            return self.forward_stage(stage, batch, *inputs, carry=carry)
+            slices = {} if carry is None else {"carry": carry}
+            outputs = self.forward_stage(stage, batch, *inputs, **slices)
         finally:
             PATH.reset(token)
+        return check_outputs(self, stage, batch, outputs)
 
     def boundary(self, stage: int, batch: Any) -> tuple[Boundary, ...]:
         """What comes into a stage for this micro-batch; nothing into stage 0."""

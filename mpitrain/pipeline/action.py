@@ -30,6 +30,9 @@ PER_UNIT = (*COMPUTE, *MESSAGES)
 PER_MICRO = ("LOAD", *PER_UNIT)
 PER_STEP = ("COUNT", "REDUCE", "STEP")
 
+LONGEST_SHOWN = 60
+"""Characters of a word that is no action, in the error that names it."""
+
 _PATTERN = re.compile(r"([A-Z_]+)([0-9]{1,9})?(?:\.([0-9]{1,9}))?@([0-9]{1,9})")
 
 
@@ -69,7 +72,8 @@ def parse(text: str) -> Action:
     match = _PATTERN.fullmatch(word)
     if match is None or match[1] not in PER_MICRO + PER_STEP:
         kinds = " ".join((*PER_MICRO, *PER_STEP))
-        raise ScheduleError(f"{word!r} is not an action; actions read KIND, micro-batch, @stage with {kinds}")
+        shown = word if len(word) <= LONGEST_SHOWN else f"{word[:LONGEST_SHOWN]}..."  # a file may be one long word
+        raise ScheduleError(f"{shown!r} is not an action; actions read KIND, micro-batch, @stage with {kinds}")
     kind, micro, part, stage = match.groups()
     if kind in PER_MICRO and micro is None:
         raise ScheduleError(f"{word!r}: {kind} names a micro-batch, as in {kind}0@{stage}")

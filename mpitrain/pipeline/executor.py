@@ -31,6 +31,7 @@ from mpitrain.data.tokens import Batch
 from mpitrain.errors import ScheduleError
 from mpitrain.events import LISTENERS, Event, tell
 from mpitrain.nn.module import Module
+from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
@@ -74,6 +75,7 @@ class Executor:
         versions: of the weights; None where steps do not overlap.
 
     Raises:
+        ConfigError: the sequences are cut, but the model's `forward_stage` takes no `carry`.
         ScheduleError: the rows cannot run, or are not those of this mesh and model.
     """
 
@@ -94,6 +96,8 @@ class Executor:
         self.optimizer = optimizer
         self.mesh = mesh
         self.slices = None if slices is None else tuple(slices)
+        if slices is not None:
+            check_takes_slices(model)
         self._rows_of: Callable[[int], Schedule] = rows if callable(rows) else lambda _: rows
         self._rule = versions
         self._plans: dict[int, RowPlan] = {}
@@ -297,7 +301,8 @@ class Executor:
         """Post the receives of a RECV."""
         kind = action.kind[-1]
         into = action.stage if kind == "F" else action.stage + 1
-        return self.links.expect(kind, action.stage, run.plan.unit(action), self.model.boundary(into, run.part(action)))
+        what = checked_boundary(self.model, into, run.part(action))
+        return self.links.expect(kind, action.stage, run.plan.unit(action), what)
 
     def _receive(self, action: Action, run: Running, place: int) -> None:
         requests = run.posted.pop(action, None) or self._expect(action, run)
@@ -421,7 +426,7 @@ class Executor:
             self.model.num_stages - 1,
             unit,
             lambda stage, *inputs: self.model.run_stage(stage, batch, *inputs),
-            lambda stage: self.model.boundary(stage, batch),
+            lambda stage: checked_boundary(self.model, stage, batch),
             made,
             self.model.like,
         )

@@ -92,7 +92,7 @@ def with_updates(rows: Schedule, microbatches: int) -> Schedule:
 
 
 def complete(
-    name: str, *, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1, batches: int = 1
+    name: str, *, ranks: int, microbatches: int, chunks: int | None = None, slices: int = 1, batches: int = 1
 ) -> Schedule:
     """The rows that the executor runs, of the schedule with a name; arguments and errors as in `compute_rows`."""
     rows = with_messages(

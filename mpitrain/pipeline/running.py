@@ -34,6 +34,14 @@ class RowPlan:
         self.checked = checked
         self.parts = 1 + max((action.part or 0 for action in row), default=0)
         micros = {action.micro for action in row if action.kind == "LOAD"}
+        steps = sum(action.kind == "STEP" for action in row)
+        if steps != batches:
+            raise ScheduleError(
+                f"the rows go over {steps} batch{'es' * (steps != 1)}, but are to run {batches}.\n"
+                "Rows of several batches are given as a function of their number, with a rule for the weights:"
+                ' Executor(..., lambda n: complete("pipedream", ranks=..., microbatches=1, batches=n),'
+                ' versions="newest")'
+            )
         self.per_batch = len(micros) // batches
         if self.per_batch * batches != len(micros):
             raise ScheduleError(f"{len(micros)} micro-batches of the schedule are not those of {batches} batches")

@@ -210,6 +210,9 @@ class Kind:
     sliced: bool = False
 
 
+DEFAULT_CHUNKS = 2
+"""Stages of a rank, where a schedule has several."""
+
 SCHEDULES: Mapping[str, Kind] = MappingProxyType(
     {
         kind.name: kind
@@ -230,7 +233,7 @@ SCHEDULES: Mapping[str, Kind] = MappingProxyType(
 
 
 def compute_rows(
-    name: str, *, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1, batches: int = 1
+    name: str, *, ranks: int, microbatches: int, chunks: int | None = None, slices: int = 1, batches: int = 1
 ) -> Schedule:
     """The compute order of the schedule with a name.
 
@@ -238,7 +241,7 @@ def compute_rows(
         name: one of `SCHEDULES`.
         ranks: of the pipeline.
         microbatches: of one batch.
-        chunks: stages of a rank.
+        chunks: stages of a rank; None: 2 where a schedule has several, else 1.
         slices: of a sequence.
         batches: how many the row covers; more than one only where the schedule does not drain after each.
 
@@ -249,6 +252,8 @@ def compute_rows(
         raise ScheduleError(f"no schedule is named {name!r}; there are {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
     _at_least_one(ranks, microbatches, batches)
+    if chunks is None:
+        chunks = DEFAULT_CHUNKS if kind.chunked and ranks > 1 else 1
     if chunks != 1 and not kind.chunked:
         raise ScheduleError(f"{name} has one chunk of layers a rank, not {chunks}; several are for interleaved")
     if slices != 1 and not kind.sliced:

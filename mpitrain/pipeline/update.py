@@ -117,7 +117,7 @@ class Update:
         grads = [flat.grads for flat in self._model.flats]
         norm = clip((p.grad for p in self._counted), grads, self._clip or None, sum_over_ranks).norm
         report = self.report = StepReport(mean(found[0], targets), norm, lr, targets)
-        self._refuse_if_not_finite(report, "No weight was changed by this step.")
+        self._refuse_if_not_finite(report, self._optimizer.updates, "No weight was changed by this step.")
         return report
 
     def close(self, losses: Sequence[float], targets: Mapping[int, int]) -> list[StepReport]:
@@ -139,23 +139,28 @@ class Update:
             norm = math.sqrt(squares) if squares >= 0 else math.nan
             reports.append(StepReport(mean(loss, targets[number]), norm, lr, targets[number]))
         self._waiting.clear()
-        for self.report in reports:
-            self._refuse_if_not_finite(self.report, "Steps overlap: weights were changed before this was known.")
+        before = self._optimizer.updates - len(reports)
+        for number, self.report in enumerate(reports):
+            self._refuse_if_not_finite(
+                self.report, before + number, "Steps overlap: weights were changed before this was known."
+            )
         return reports
 
     def _once_on_tp(self, loss: float) -> float:
         """Ranks of a tp group hold the same loss; the first one's counts."""
         return loss if self._mesh.coords["tp"] == 0 else 0.0
 
-    def _refuse_if_not_finite(self, report: StepReport, consequence: str) -> None:
+    def _refuse_if_not_finite(self, report: StepReport, updates: int, consequence: str) -> None:
+        """Raise for a step that came after so many updates, if its loss or norm is not finite."""
         loss, norm = report.loss, report.grad_norm
         if math.isfinite(norm) and math.isfinite(loss):
             return
         bad = self._mesh.world.exchange(first_not_finite(self._model.parameters()))
         where = next((f"; the first gradient that is not: {name}" for name in bad if name), "")
+        clipping = "" if self.versions is not None and self.versions.rule == "newest" else ", or --clip 1"
         raise NumericsError(
-            f"after {self._optimizer.updates} updates the loss is {loss} and the gradient norm {norm}: not"
-            f" finite{where}.\n{consequence}  Way out: a lower --lr, a longer --warmup, or --clip 1."
+            f"after {updates} updates the loss is {loss} and the gradient norm {norm}: not finite{where}.\n"
+            f"{consequence}  Way out: a lower --lr, a longer --warmup{clipping}."
         )
 
     def _counts(self, p: Any) -> bool:

@@ -69,9 +69,14 @@ def _live(rank: int, row: Row, rule: str | None) -> int:
     for place, (kind, micro, stage, _) in enumerate(row):
         if kind in ("F", "B", "W") and micro is not None:
             last_use[used[micro, stage]] = place
-    made, peak = 0, 1
+    ends = {place: version for version, place in last_use.items()}
+    made = older = 0  # number of the newest version; how many before it are still to be used
+    peak = 1
     for place, action in enumerate(row):
         if action.kind == "STEP":
+            older += last_use.get(made, -1) > place
             made += 1
-            peak = max(peak, 1 + sum(last_use.get(version, -1) > place for version in range(made)))
+            peak = max(peak, 1 + older)
+        elif ends.get(place, made) < made:
+            older -= 1
     return peak

@@ -203,7 +203,7 @@ def test_intervals_say_their_ends():
         (
             ["--microbatches", "3"],
             "--batch 16 is not divisible by --microbatches 3: all micro-batches must have the same size.  "
-            "Try --batch 15.",
+            "Try --batch 15 or --microbatches 2.",
         ),
         (
             ["--steps", "5", "--budget", "9"],

@@ -194,6 +194,7 @@ def test_a_dash_reads_standard_input(run, monkeypatch):
         ("F0@0 B0@0 F1@0 B1@0\nF0@1 F1@1 B0@1 B1@1", "deadlock: rank 0 at RECV_B0@0; rank 1 at RECV_F1@1"),
         ("F0@0 B0@0 STEP@0", "LOAD0@0 is missing"),
         ("F" + "9" * 5000 + "@0", "is not an action"),
+        ("x" * 100_000, f"line 1: '{'x' * 60}...' is not an action"),
         ("\n".join(f"F0@{stage}" for stage in range(1025)), "there are 1,025 rows, at most 1,024 are read"),
     ],
 )
@@ -207,6 +208,7 @@ def test_a_schedule_that_cannot_run_is_refused_with_the_name_of_its_file(written
     assert printed.out == ""
     assert printed.err.startswith(f"ScheduleError: {path}")
     assert len(printed.err.splitlines()) <= 5
+    assert len(printed.err) < 1000
 
 
 def test_a_file_that_is_none_is_refused_before_it_is_read(tmp_path, written):
