@@ -25,10 +25,15 @@ Data = dict[str, Any]
 
 
 class Options(NamedTuple):
-    """rounds: of each measurement; stretch: seconds of counted steps that a training has in a round, about."""
+    """How to measure.
+
+    rounds: of each measurement; stretch: seconds of counted steps that a training has in a round, about; undisturbed:
+    time each step of the pipelines' measurements at real-time priority, on a machine where others are at work.
+    """
 
     rounds: int = 5
     stretch: float = 1.5
+    undisturbed: bool = False
 
 
 def flops_per_token(config: GPTConfig) -> int:
@@ -126,20 +131,26 @@ PIPELINES: dict[str, dict[str, Any]] = {
         for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
     },
 }
-"""Ways to share S and 64 sequences out by two ranks: half of the sequences each, or half of the layers.
+"""Ways to share S and 32 sequences out by two ranks: half of the sequences each, or half of the layers.
 
-Replicas may take their 32 sequences at once, or 8 at a time as the pipelines of 8 micro-batches do; the faster
+Replicas may take their 16 sequences at once, or 4 at a time as the pipelines of 8 micro-batches do; the faster
 count.
 """
 
 
 def pipelines(options: Options) -> Data:
-    """S on two ranks, the same global batch of 64, as replicas and in pipelines."""
-    sides = [("mpitrain", task("S", ranks=2, batch=64)._replace(**layout), {}) for layout in PIPELINES.values()]
+    """S on two ranks, the same global batch of 32, as replicas and in pipelines."""
+    sides = [("mpitrain", task("S", ranks=2, batch=32)._replace(**layout), {}) for layout in PIPELINES.values()]
     with on_cores(2), alive(*sides) as started:
         turns = {name: Turn(processes) for name, processes in zip(PIPELINES, started, strict=True)}
         same = [(name, "dp 2") for name in PIPELINES if name != "dp 2"]
-        return take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same, watch=True)
+        how = {"rounds": options.rounds, "stretch": options.stretch, "undisturbed": options.undisturbed}
+        return take_turns(turns, **how, same=same, watch=True)
+
+
+def bubbles(options: Options) -> Data:
+    """Of each schedule, by the clock of its own steps."""
+    return child("pipeline_bubble.py", options, *(["--undisturbed"] if options.undisturbed else []), ranks=2)
 
 
 @contextlib.contextmanager
@@ -183,7 +194,7 @@ MEASUREMENTS: dict[str, Callable[[Options], Data]] = {
     "many ranks": many_ranks,
     "layouts": layouts,
     "pipelines": pipelines,
-    "bubbles": lambda options: child("pipeline_bubble.py", options, ranks=2),
+    "bubbles": bubbles,
     "memory S": lambda options: peak_memory.measure("S", rounds=options.rounds),
     "memory M": lambda options: peak_memory.measure("M", rounds=options.rounds),
     "first line": lambda options: first_line.measure(options.rounds),

@@ -12,12 +12,15 @@ The whole step of each schedule whose bubble is the median is kept, to be drawn 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import time
 from typing import Any, NamedTuple
 
 import mpitrain  # noqa: F401 - before NumPy (mpitrain/blas.py)
 
 # isort: split
+import machine
 import numpy as np
 
 from mpitrain.comm.mesh import Mesh
@@ -56,12 +59,15 @@ class Training(NamedTuple):
         optimizer = AdamW(model.parameters(), lr=1e-3)
         return cls(name, Executor(model, optimizer, mesh, complete(name, **_shape(name)), clip=1.0))
 
-    def steps(self, batches: list[Batch]) -> list[Measured]:
+    def steps(self, batches: list[Batch], undisturbed: bool = False) -> list[Measured]:
         """Train, and see what each step was like; the same on every rank."""
         watch = Stopwatch(keep=len(batches))
-        world().barrier()
-        with listen(watch):
-            for batch in batches:
+        for batch in batches:
+            if undisturbed:
+                time.sleep(machine.REST)
+                world().barrier()
+            with machine.undisturbed() if undisturbed else contextlib.nullcontext(), listen(watch):
+                world().barrier()
                 self.executor.step(batch)
         return [watch.gather(self.executor.mesh.pp, step) for step in range(len(batches))]
 
@@ -98,7 +104,7 @@ def _facts(name: str, step: Measured) -> dict[str, Any]:
     }
 
 
-def measure(rounds: int) -> dict[str, list[Measured]]:
+def measure(rounds: int, undisturbed: bool) -> dict[str, list[Measured]]:
     """The steps of each schedule, all rounds."""
     trainings = [Training.of(name) for name in SCHEDULES]
     for training in trainings:
@@ -106,7 +112,7 @@ def measure(rounds: int) -> dict[str, list[Measured]]:
     found: dict[str, list[Measured]] = {training.name: [] for training in trainings}
     for number in range(rounds):
         for training in trainings if number % 2 == 0 else reversed(trainings):
-            found[training.name] += training.steps(_batches(1 + STEPS, 1 + number))[1:]
+            found[training.name] += training.steps(_batches(1 + STEPS, 1 + number), undisturbed)[1:]
     return found
 
 
@@ -119,8 +125,9 @@ def _lanes(steps: list[Measured]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--undisturbed", action="store_true", help="each step at real-time priority")
     options = parser.parse_args()
-    found = measure(options.rounds)
+    found = measure(options.rounds, options.undisturbed)
     if world().rank:
         return
     schedules = {name: [_facts(name, step) for step in steps] for name, steps in found.items()}

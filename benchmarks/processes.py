@@ -68,7 +68,9 @@ class Processes:
             self.close()
             raise
 
-    def run(self, steps: int, warm: int, batch: int | None = None, watch: bool = False) -> dict[str, Any]:
+    def run(
+        self, steps: int, warm: int, batch: int | None = None, watch: bool = False, undisturbed: bool = False
+    ) -> dict[str, Any]:
         """Run steps on all processes; the slowest one's time counts.
 
         Args:
@@ -76,11 +78,13 @@ class Processes:
             warm: steps before them.
             batch: sequences of the global batch; the task's where left out.
             watch: make the steps once more, to see which share of them stands in messages (mpitrain only).
+            undisturbed: time each step at real-time priority (`machine.undisturbed`).
         """
         load = machine.Load()
         size = self.task.batch if batch is None else batch
         for file in self._files:
-            file.write(json.dumps({"run": steps, "warm": warm, "batch": size, "watch": watch}) + "\n")
+            command = {"run": steps, "warm": warm, "batch": size, "watch": watch, "undisturbed": undisturbed}
+            file.write(json.dumps(command) + "\n")
             file.flush()
         replies = [self._read(file) for file in self._files]
         seconds = max(reply["seconds"] for reply in replies)

@@ -313,7 +313,7 @@ ROWS = (
     Row("cp", "cp 2 against dp 2, S, same global batch, 2 cores", "layouts", against_replicas("cp 2"), 0.80, None),
     Row(
         "pp",
-        "time of a step, pp 2 with 1f1b, m = 8, over dp 2, S, batch 64, 2 cores",
+        "time of a step, pp 2 with 1f1b, m = 8, over dp 2, S, batch 32, 2 cores",
         "pipelines",
         against_faster_replicas("1f1b, m 8", time=True),
         1.18,

@@ -2,7 +2,7 @@
 
     controller                          every process of a side
         <-- {"rank": 1, ...}            on its own connection, when model and data stand
-        --> {"run": 20, "warm": 1, "batch": 8}
+        --> {"run": 20, "warm": 1, "batch": 8, "undisturbed": false}
         <-- {"seconds": ..., ...}       of the 20 steps; the warm ones before them are not counted
         --> {"stop": true}
 
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import mpitrain  # noqa: F401 - before NumPy, as a training script that follows the documents has it (mpitrain/blas.py)
 
 # isort: split
+import machine
 import numpy as np
 
 from mpitrain.data import corpus
@@ -184,9 +185,14 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         for batch in batches[:warm]:
             side.step(batch, targets)
         side.meet()
-        before, start = _usage(), time.perf_counter()
-        losses = [side.step(batch, targets) for batch in batches[warm:]]
-        seconds, after = time.perf_counter() - start, _usage()
+        before = _usage()
+        if command.get("undisturbed"):
+            losses, seconds = undisturbed_steps(batches[warm:], side, targets)
+        else:
+            start = time.perf_counter()
+            losses = [side.step(batch, targets) for batch in batches[warm:]]
+            seconds = time.perf_counter() - start
+        after = _usage()
         in_messages = share_in_messages(batches[warm:], side, targets) if command.get("watch") else None
         reply(
             in_messages=in_messages,
@@ -197,6 +203,20 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
             peak_bytes=resident("VmHWM"),
             loss=losses[-1],
         )
+
+
+def undisturbed_steps(batches: list[Batch], side: Side, targets: int) -> tuple[list[float], float]:
+    """Steps that nobody else on the machine disturbs, with rests between them; losses and seconds."""
+    losses, seconds = [], 0.0
+    for batch in batches:
+        time.sleep(machine.REST)
+        side.meet()
+        with machine.undisturbed():
+            side.meet()
+            start = time.perf_counter()
+            losses.append(side.step(batch, targets))
+            seconds += time.perf_counter() - start
+    return losses, seconds
 
 
 def share_in_messages(batches: list[Batch], side: Side, targets: int) -> float:

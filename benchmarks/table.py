@@ -91,6 +91,9 @@ def main() -> int:
     parser.add_argument("--missing", action="store_true", help="measure what the result file lacks")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
     parser.add_argument("--stretch", type=float, default=1.5, help="seconds a training side and round (default 1.5)")
+    parser.add_argument(
+        "--undisturbed", action="store_true", help="pipelines: steps at real-time priority, for busy machines (root)"
+    )
     parser.add_argument("--result", type=Path, default=RESULT, help=f"where figures are kept (default {RESULT})")
     parser.add_argument("--list", action="store_true", help="print the rows and measure nothing")
     parser.add_argument("--show", action="store_true", help="print what is kept and measure nothing")
@@ -122,7 +125,7 @@ def _measure_all(wanted: list[str], result: page.Result, options: argparse.Names
     for number, name in enumerate(wanted, start=1):
         print(f"[{number}/{len(wanted)}] {name} ...", file=sys.stderr, flush=True)
         try:
-            measured = measure(name, Options(options.rounds, options.stretch))
+            measured = measure(name, Options(options.rounds, options.stretch, options.undisturbed))
         except (Exception, SystemExit) as error:  # the others are measured all the same
             traceback.print_exception(error, limit=None if isinstance(error, Exception) else 0)
             failed.append(name)

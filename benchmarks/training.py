@@ -43,6 +43,7 @@ def take_turns(
     same: Sequence[tuple[str, str]] = (),
     peak: Callable[[], float] | None = None,
     watch: bool = False,
+    undisturbed: bool = False,
 ) -> dict[str, Any]:
     """Measure.
 
@@ -54,6 +55,7 @@ def take_turns(
         same: pairs of turns whose losses must agree after their first steps.
         peak: measures the flops a second that one core can do.
         watch: see also which share of the steps stands in messages (mpitrain's turns only).
+        undisturbed: time each step at real-time priority (`machine.undisturbed`).
 
     Returns:
         rounds: name -> one result a round (`Processes.run`); steps: name -> counted steps; peaks: what `peak` gave.
@@ -70,7 +72,7 @@ def take_turns(
     for number in range(rounds):
         for name in list(turns) if number % 2 == 0 else list(reversed(turns)):
             turn = turns[name]
-            runs[name].append(turn.processes.run(counted[name], 1, turn.batch, watch))
+            runs[name].append(turn.processes.run(counted[name], 1, turn.batch, watch, undisturbed))
             if peak is not None:
                 peaks.append(peak())
     return {"rounds": runs, "steps": counted, "peaks": peaks}

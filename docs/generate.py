@@ -282,11 +282,10 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) 
 
 
 class _Pipeline(NamedTuple):
-    """How a schedule is shown: the heading of its picture, its sizes, and into how many parts it cuts an F and a B."""
+    """How a schedule is shown: the heading of its picture, its sizes, and whether its messages are drawn."""
 
     title: str
     sizes: dict[str, int]
-    parts: int = 1
     arrows: bool = False
 
 
@@ -295,9 +294,9 @@ _EIGHT = {"ranks": 4, "microbatches": 8}
 _PIPELINES = {
     "gpipe": _Pipeline("GPipe", _EIGHT, arrows=True),
     "1f1b": _Pipeline("1F1B with flush", _EIGHT, arrows=True),
-    "interleaved": _Pipeline("Interleaved 1F1B, two chunks a rank", {**_EIGHT, "chunks": 2}, 2),
+    "interleaved": _Pipeline("Interleaved 1F1B, two chunks a rank", {**_EIGHT, "chunks": 2}),
     "zb-h1": _Pipeline("Zero bubble, ZB-H1", _EIGHT, arrows=True),
-    "terapipe": _Pipeline("TeraPipe, four slices", {"ranks": 4, "microbatches": 2, "slices": 4}, 4),
+    "terapipe": _Pipeline("TeraPipe, four slices", {"ranks": 4, "microbatches": 2, "slices": 4}),
     "pipedream": _Pipeline("PipeDream", {"ranks": 4, "microbatches": 1, "batches": 10}),
     "pipedream-2bw": _Pipeline("PipeDream-2BW, batches of 4", {"ranks": 4, "microbatches": 4, "batches": 3}),
 }
@@ -308,30 +307,34 @@ def pipeline_picture(name: str) -> str:
     from mpitrain.pipeline.passes import complete
     from mpitrain.pipeline.picture import svg
     from mpitrain.pipeline.simulate import Costs, simulate
+    from mpitrain.schedule.costs import costs_of_passes
 
-    title, sizes, parts, arrows = _PIPELINES[name]
+    title, sizes, arrows = _PIPELINES[name]
     rows = complete(name, **sizes)
-    return svg(simulate(rows, Costs(*[1 / parts] * 3)), title, messages=arrows)
+    return svg(simulate(rows, costs_of_passes(Costs(), rows)), title, messages=arrows)
 
 
 def pipelines_table() -> str:
     """The schedules at the same work: 8 micro-batches on 4 ranks; what never drains goes on over 64."""
     from mpitrain.pipeline.passes import complete
+    from mpitrain.pipeline.render import in_flight
     from mpitrain.pipeline.schedules import SCHEDULES
     from mpitrain.pipeline.simulate import Costs, simulate
+    from mpitrain.schedule.costs import costs_of_passes
 
     heads = "schedule", "time", "bubble", "in flight on rank 0 1 2 3", "messages that rank 1 sends", "what it does"
     lines = [f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---:|---|"]
-    for name, (_, sizes, parts, _) in _PIPELINES.items():
+    for name, (_, sizes, _) in _PIPELINES.items():
         kind = SCHEDULES[name]
         work: dict[str, Any] = {**sizes, "microbatches": 8}
         if kind.versions is not None:
             work["batches"] = 64 if kind.versions == "newest" else 8
             work["microbatches"] = 64 // work["batches"]
-        timeline = simulate(complete(name, **work), Costs(*[1 / parts] * 3))
+        schedule = complete(name, **work)
+        timeline = simulate(schedule, costs_of_passes(Costs(), schedule))
         rows = work.get("batches", 1) * work["microbatches"] / 8
         sent = sum(action.kind.startswith("SEND") for action in timeline.rows[1]) / rows
-        flying = " ".join(f"{peak / parts:g}" for peak in timeline.peak_micros)
+        flying = " ".join(f"{peak:g}" for peak in in_flight(timeline))
         bubble = f"{100 * timeline.bubble:.1f} %"
         cells = f"[{name}]({name}.md)", f"{timeline.makespan / rows:.4g}", bubble, flying, f"{sent:g}", kind.meaning
         lines.append(f"| {' | '.join(cells)} |")

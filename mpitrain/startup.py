@@ -94,7 +94,7 @@ def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
     idle = f"about {100 * played.bubble:.0f} % idle {over}"
     empty = sum(blocks == 0 for blocks in model.partition.layers)
     if empty:
-        idle += f": {empty} stages have no block"
+        idle += f": {empty} stage{'s have' if empty > 1 else ' has'} no block"
     elif played.bubble > MUCH_IDLE:
         idle += ": more --microbatches, or another --balance, idle less"
     return f"{config.schedule}, blocks {describe(model.partition)}; {idle}"

@@ -108,17 +108,16 @@ def _mesh(ranks: World, config: Config, found: Path | None, flags: list[str]) ->
     """The layout.
 
     Raises:
-        MeshError: it does not fit the ranks; of a run that goes on, also whose layout that is if no flag gave it.
+        MeshError: it does not fit the ranks; says where it is from if no flag gave it.
     """
     try:
         return Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
     except MeshError as error:
-        kept = [axis for axis in ("--pp", "--cp", "--tp") if not settings.gives(flags, axis)]
-        if found is None or settings.names_a_file(flags) or not any(getattr(config, axis[2:]) > 1 for axis in kept):
+        axes = [axis for axis in ("pp", "cp", "tp") if getattr(config, axis) > 1]
+        kept = " ".join(f"--{axis}" for axis in axes if not settings.gives(flags, f"--{axis}"))
+        if found is None or not kept or settings.names_a_file(flags):
             raise
-        raise MeshError(
-            f"{error}\nThe layout is that of the run before ({found}); flags change it: {' '.join(kept)}"
-        ) from None
+        raise MeshError(f"{error}\n{kept} of the saved run ({found}) holds until a flag changes it.") from None
 
 
 def _settings_of_resumed(flags: list[str], found: Path) -> Config:

@@ -50,7 +50,7 @@ def check_outputs(model: Any, stage: int, batch: Any, outputs: Any) -> tuple[Ten
     if last:
         if len(outputs) != 1 or outputs[0].shape != ():
             raise ShapeError(
-                f"{_name(model, stage)}, the last one, returned {_made(outputs)}.\n"
+                f"{_name(model, stage)}{', the last one,' * (stage > 0)} returned {_made(outputs)}.\n"
                 "It returns one number, the sum of the loss over the batch's valid targets: (loss,) with shape ()"
             )
         return tuple(outputs)

@@ -200,7 +200,7 @@ class Executor:
                 raise ScheduleError(f"the schedule has {len(rows)} rows for {self.mesh.pp.size} pipeline ranks")
             checked = check(rows)
             here = tuple(q for q, rank in enumerate(checked.placement) if rank == self.mesh.pp.rank)
-            if (len(checked.placement), here) != (self.model.num_stages, self.model.stages):
+            if (len(checked.placement), here) != (self.model.num_stages, tuple(self.model.stages)):
                 raise ScheduleError(
                     f"the schedule has {len(checked.placement)} stages, of which row {self.mesh.pp.rank} runs"
                     f" {_numbers(here)}; the model has {self.model.num_stages}, and {_numbers(self.model.stages)} are"

@@ -7,11 +7,12 @@ time is hatched.  The picture is an SVG that needs nothing else.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
 from mpitrain.pipeline.action import Action
-from mpitrain.pipeline.render import all_drawn, describe, drawn, round_up
+from mpitrain.pipeline.render import all_drawn, describe, drawn, in_flight, round_up
 from mpitrain.pipeline.simulate import Span, Timeline
 
 _FONT = "ui-monospace, Menlo, DejaVu Sans Mono, monospace"
@@ -22,8 +23,11 @@ _TEXT, _QUIET, _LINE = "#1f2933", "#52606d", "#cbd2d9"
 _SHADES = {"F": ("#d9ebfb", "#a0cbf0"), "B": ("#f0a050", "#d0741e"), "W": ("#7b56ad", "#452a70")}
 _ON = {"F": _TEXT, "B": _TEXT, "W": "#ffffff"}
 
-_SHORTEST, _WIDEST, _NARROWEST = 26.0, 940.0, 5.0  # pixels: of the shortest action, of all time, of a box that is seen
-_HIGH, _GAP, _TOP = 30, 8, 76
+_SHORTEST, _USUAL, _NARROWEST = 26.0, 940.0, 5.0  # pixels: of the shortest action, of all time, of a box that is seen
+_LEAST, _WIDEST = 800, 1600  # pixels of a whole picture: less only if all that is written fits
+_HIGH, _GAP, _LINE_HIGH = 30, 8, 20
+_COLUMNS = 132  # pixels at the right, for the figures of each rank
+_LETTER = 0.61  # width of a letter of size 1
 
 
 def svg(timeline: Timeline, title: str = "A pipeline schedule", messages: bool = False) -> str:
@@ -31,6 +35,7 @@ def svg(timeline: Timeline, title: str = "A pipeline schedule", messages: bool =
 
     A lane for each rank with a box for each F, B and W, the micro-batch in it; later stages of a rank are darker; idle
     time is hatched; a thick line is an update.  At the right each rank's idle time and peak of micro-batches in flight.
+    At most 1,600 pixels wide: the longer the schedule, the narrower its boxes.
 
     Args:
         timeline: what to draw.
@@ -50,22 +55,35 @@ class _Picture:
         self.ranks = len(timeline.spans)
         self.updates = [[span.stop for span in spans if span.action.kind == "STEP"] for spans in timeline.spans]
         self.stages = [sorted({span.action.stage for span in drawn(spans)}) for spans in timeline.spans]
+        self.flying = in_flight(timeline)
         self.kinds = [kind for kind in "FBW" if any(span.action.kind == kind for span in all_drawn(timeline))]
+        self.left = 78 if max(map(len, self.stages)) < 2 else 110
         shortest = min((span.stop - span.start for span in all_drawn(timeline)), default=1.0)
         total = timeline.makespan or 1.0
-        self.scale = max(min(_SHORTEST / shortest, _WIDEST / total), min(_NARROWEST / shortest, 20 * _WIDEST / total))
+        wanted = max(min(_SHORTEST / shortest, _USUAL / total), _NARROWEST / shortest)
+        self.scale = min(wanted, (_WIDEST - self.left - _COLUMNS) / total)
         self.sizes = {kind: self._letters(kind) for kind in self.kinds}
-        self.pitch = _HIGH + (18 if messages else _GAP)
-        self.left = 78 if max(map(len, self.stages)) < 2 else 110
         self.right = self.left + total * self.scale
-        self.bottom = _TOP + self.pitch * self.ranks - (self.pitch - _HIGH)
-        self.width = math.ceil(max(self.right + 132, 560))
-        self.height = math.ceil(self.bottom + 74)
+        written = max(12 * len(describe(timeline)), 15 * len(title)) * _LETTER + 32
+        self.width = math.ceil(max(self.right + _COLUMNS, min(written, _LEAST)))
+        # What is written above and below the lanes goes on in the next line where it does not fit.
+        self.heading = self._wrapped(self.title, 15)
+        self.footer = self._wrapped(describe(timeline), 12)
+        self.under = 28 + _LINE_HIGH * (len(self.heading) - 1)
+        legend, lines = self._legend()
+        self.legend = legend
+        self.top = self.under + 38 + _LINE_HIGH * lines
+        self.pitch = _HIGH + (18 if messages else _GAP)
+        self.bottom = self.top + self.pitch * self.ranks - (self.pitch - _HIGH)
+        self.height = math.ceil(self.bottom + 54 + _LINE_HIGH * len(self.footer))
+
+    def _wrapped(self, text: str, size: float) -> list[str]:
+        return textwrap.wrap(text, math.floor((self.width - 32) / (_LETTER * size))) or [""]
 
     def _letters(self, kind: str) -> float:
         """The size of the numbers in the boxes of a kind, the same for all of them."""
         fits = [
-            (self.scale * (span.stop - span.start) - 5) / (0.61 * len(_number(span.action)))
+            (self.scale * (span.stop - span.start) - 5) / (_LETTER * len(_number(span.action)))
             for span in all_drawn(self.timeline)
             if span.action.kind == kind
         ]
@@ -75,7 +93,7 @@ class _Picture:
         return self.left + time * self.scale
 
     def y(self, rank: int) -> float:
-        return _TOP + self.pitch * rank
+        return self.top + self.pitch * rank
 
     def draw(self) -> str:
         parts = [
@@ -87,40 +105,45 @@ class _Picture:
             '<rect width="6" height="6" fill="#f5f7fa"/><rect width="1.2" height="6" fill="#d5dbe1"/></pattern></defs>',
             f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{self.height - 1}" rx="8" fill="#ffffff"'
             f' stroke="{_LINE}"/>',
-            _write(16, 28, self.title, size=15, weight="bold"),
-            *self._legend(),
+            *(_write(16, 28 + _LINE_HIGH * n, line, size=15, weight="bold") for n, line in enumerate(self.heading)),
+            *self.legend,
             *self._axis(),
         ]
         for rank, spans in enumerate(self.timeline.spans):
             parts += self._lane(rank, spans)
         if self.messages:
             parts += self._arrows()
-        parts.append(_write(16, self.height - 16, describe(self.timeline), _QUIET))
+        for n, line in enumerate(self.footer):
+            parts.append(_write(16, self.bottom + 58 + _LINE_HIGH * n, line, _QUIET))
         return "\n".join([*parts, "</svg>"]) + "\n"
 
-    def _legend(self) -> list[str]:
-        split = "W" in self.kinds
+    def _legend(self) -> tuple[list[str], int]:
+        """What the colours are, and how many lines that takes."""
+        split, shades = "W" in self.kinds, max(map(len, self.stages))
         names = {
             "F": "forward",
             "B": "backward of inputs" if split else "backward",
             "W": "backward of weights",
         }
-        x, y, parts = 16.0, 42, []
+        entries: list[tuple[list[str], str]] = []
         for kind in self.kinds:
-            shades = max(map(len, self.stages))
-            for chunk in range(min(shades, 4)):
-                fill = self._fill(kind, chunk if shades <= 4 else chunk * (shades - 1) // 3)
-                parts.append(f'<rect x="{x:g}" y="{y}" width="14" height="14" rx="2" fill="{fill}"/>')
-                x += 15
-            parts.append(_write(x + 4, y + 11.5, names[kind], _QUIET))
-            x += 24 + 7.25 * len(names[kind])
-        parts.append(f'<rect x="{x:g}" y="{y}" width="14" height="14" fill="url(#idle)"/>')
-        parts.append(_write(x + 19, y + 11.5, "idle", _QUIET))
-        x += 68
+            chunks = [chunk if shades <= 4 else chunk * (shades - 1) // 3 for chunk in range(min(shades, 4))]
+            entries.append(([self._fill(kind, chunk) for chunk in chunks], names[kind]))
+        entries.append((["url(#idle)"], "idle"))
         if any(self.updates):
-            parts.append(f'<path d="M{x + 7:g} {y - 1} v16" stroke="{_TEXT}" stroke-width="2.5"/>')
-            parts.append(_write(x + 15, y + 11.5, "update", _QUIET))
-        return parts
+            entries.append(([], "update"))
+        x, y, lines, parts = 16.0, self.under + 14, 1, []
+        for fills, name in entries:
+            room = 15 * max(1, len(fills)) + 4 + 12 * _LETTER * len(name)
+            if x + room > self.width - 16 and x > 16:
+                x, y, lines = 16.0, y + _LINE_HIGH, lines + 1
+            for n, fill in enumerate(fills):
+                parts.append(f'<rect x="{x + 15 * n:g}" y="{y}" width="14" height="14" rx="2" fill="{fill}"/>')
+            if not fills:
+                parts.append(f'<path d="M{x + 7:g} {y - 1} v16" stroke="{_TEXT}" stroke-width="2.5"/>')
+            parts.append(_write(x + 15 * max(1, len(fills)) + 4, y + 11.5, name, _QUIET))
+            x += room + 20
+        return parts, lines
 
     def _fill(self, kind: str, chunk: int) -> str:
         """The shade of a rank's chunk-th stage."""
@@ -141,13 +164,13 @@ class _Picture:
         if end % step > 1e-9 * end:
             parts.append(self._tick(end))
         parts.append(_write(16, self.bottom + 24, "time", _QUIET))
-        parts.append(_write(self.right + 44, _TOP - 8, "idle", _QUIET, "end", 11))
-        parts.append(_write(self.right + 120, _TOP - 8, "in flight", _QUIET, "end", 11))
+        parts.append(_write(self.right + 44, self.top - 8, "idle", _QUIET, "end", 11))
+        parts.append(_write(self.right + 120, self.top - 8, "in flight", _QUIET, "end", 11))
         return parts
 
     def _tick(self, time: float) -> str:
         x = self.x(time)
-        line = f'<path d="M{x:.4g} {_TOP - 4} V{self.bottom + 8}" stroke="{_LINE}" stroke-width="0.8"/>'
+        line = f'<path d="M{x:.4g} {self.top - 4} V{self.bottom + 8}" stroke="{_LINE}" stroke-width="0.8"/>'
         return line + _write(x, self.bottom + 24, f"{time:.4g}", _QUIET, "middle", 11)
 
     def _lane(self, rank: int, spans: Sequence[Span]) -> list[str]:
@@ -161,7 +184,7 @@ class _Picture:
         for time in self.updates[rank]:
             parts.append(f'<path d="M{self.x(time):.6g} {y - 3} v{_HIGH + 6}" stroke="{_TEXT}" stroke-width="2.5"/>')
         parts.append(_write(self.right + 44, y + 20, f"{self.timeline.idle[rank]:.4g}", _TEXT, "end"))
-        parts.append(_write(self.right + 120, y + 20, f"{self.timeline.peak_micros[rank]}", _TEXT, "end"))
+        parts.append(_write(self.right + 120, y + 20, f"{self.flying[rank]:.4g}", _TEXT, "end"))
         return parts
 
     def _box(self, rank: int, span: Span) -> str:
@@ -169,7 +192,9 @@ class _Picture:
         wide = (span.stop - span.start) * self.scale
         size = self.sizes[action.kind]
         fill = self._fill(action.kind, self.stages[rank].index(action.stage))
-        box = f'<rect x="{x + 0.5:.6g}" y="{y}" width="{wide - 1:.6g}" height="{_HIGH}" rx="2.5" fill="{fill}"/>'
+        white = min(1.0, wide / 4)  # between boxes
+        box = f'<rect x="{x + white / 2:.6g}" y="{y}" width="{wide - white:.6g}" height="{_HIGH}"'
+        box += f' rx="{min(2.5, wide / 4):.3g}" fill="{fill}"/>'
         if size >= 6:
             box += _write(x + wide / 2, y + 19.5, _number(action), _ON[action.kind], "middle", size)
         return f"<g><title>{action}: {span.start:.6g} to {span.stop:.6g}</title>{box}</g>"

@@ -134,16 +134,41 @@ def all_drawn(timeline: Timeline) -> Iterator[Span]:
     return (span for spans in timeline.spans for span in drawn(spans))
 
 
+def in_flight(timeline: Timeline) -> list[float]:
+    """By rank the most that waits for its backward at a time, in micro-batches on all layers of the rank.
+
+    A pass of one of v stages of a rank is 1/v of that, one of a slice of n another 1/n: in these units schedules with
+    and without chunks and slices can be compared.  `Timeline.peak_micros` counts passes.
+    """
+    slices: dict[int | None, set[int | None]] = {}
+    for row in timeline.rows:
+        for action in row:
+            if action.kind == "F":
+                slices.setdefault(action.micro, set()).add(action.part)
+    peaks = []
+    for row in timeline.rows:
+        stages = len({action.stage for action in row if action.kind == "F"})
+        flying = peak = 0.0
+        for action in row:
+            if action.kind in ("F", "B"):
+                share = 1 / (stages * len(slices[action.micro]))
+                flying += share if action.kind == "F" else -share
+                peak = max(peak, flying)
+        peaks.append(round(peak, 9))
+    return peaks
+
+
 def describe(timeline: Timeline) -> str:
     """The figures of a timeline in one line."""
     micros = len({span.action.micro for span in all_drawn(timeline)})
-    ranks, peak = len(timeline.spans), max(timeline.peak_micros)
+    ranks, peak, passes = len(timeline.spans), max(in_flight(timeline)), max(timeline.peak_micros)
+    many = "" if peak == passes else f" ({passes} passes)"
     return (
         f"{_counted(ranks, 'rank')}, {_counted(micros, 'micro-batch')}; makespan {timeline.makespan:.4g}; "
-        f"bubble {100 * timeline.bubble:.1f} % of the time; at most {peak} forward passes in flight"
+        f"bubble {100 * timeline.bubble:.1f} % of the time; at most {_counted(peak, 'micro-batch')}{many} in flight"
     )
 
 
-def _counted(number: int, thing: str) -> str:
+def _counted(number: float, thing: str) -> str:
     plural = thing + ("es" if thing.endswith("h") else "s")
-    return f"{number} {thing if number == 1 else plural}"
+    return f"{number:.4g} {thing if number == 1 else plural}"

@@ -12,10 +12,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import COMPUTE, Action, Schedule
-from mpitrain.pipeline.check import Checked, Key, check, sent_by
+from mpitrain.pipeline.action import COMPUTE, Action, Schedule, placement
+from mpitrain.pipeline.check import Checked, Key, check, peak_in_flight, sent_by
 
-__all__ = ["Checked", "Costs", "Sizes", "Span", "Timeline", "check", "simulate"]
+__all__ = ["Checked", "Costs", "Sizes", "Span", "Timeline", "check", "simulate", "until_stuck"]
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,32 @@ def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = N
     checked = check(rows)
     play = _Play(rows, costs or Costs(), len(checked.placement))
     play.run()
+    return _timeline(play, checked.peaks, None if sizes is None else _peak_bytes(play, checked, sizes))
+
+
+def until_stuck(rows: Schedule, costs: Costs | None = None) -> Timeline:
+    """Play rows that `check` refuses for a deadlock alone: every rank has spans up to the receive at which it waits.
+
+    The makespan is when the last rank stops; bytes are not counted.
+    """
+    play = _Play(rows, costs or Costs(), len(placement(rows)))
+    play.run()
+    return _timeline(play, tuple(map(peak_in_flight, rows)), None)
+
+
+def _timeline(play: _Play, peaks: tuple[int, ...], peak_bytes: tuple[int, ...] | None) -> Timeline:
     makespan = max(play.clock)
     busy = tuple(sum(span.stop - span.start for span in spans if span.action.kind in COMPUTE) for spans in play.spans)
     idle = tuple(max(makespan - time, 0.0) for time in busy)
     return Timeline(
-        rows=rows,
+        rows=play.rows,
         spans=tuple(map(tuple, play.spans)),
         makespan=makespan,
         busy=busy,
         idle=idle,
-        bubble=sum(idle) / (len(rows) * makespan) if makespan else 0.0,
-        peak_micros=checked.peaks,
-        peak_bytes=None if sizes is None else _peak_bytes(play, checked, sizes),
+        bubble=sum(idle) / (len(play.rows) * makespan) if makespan else 0.0,
+        peak_micros=peaks,
+        peak_bytes=peak_bytes,
     )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from mpitrain.errors import ConfigError, ScheduleError
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
 from mpitrain.pipeline.picture import svg
-from mpitrain.pipeline.simulate import Costs, Sizes, check, simulate
-from mpitrain.schedule.report import list_of_schedules, report
+from mpitrain.pipeline.simulate import Costs, check, simulate
+from mpitrain.schedule.costs import costs_from, costs_of_passes, sizes_from
+from mpitrain.schedule.places import in_the_file
+from mpitrain.schedule.report import list_of_schedules, report, up_to_the_hang
 from mpitrain.schedule.source import SIZES, Asked, by_name, from_file, rows_text
 
 UNREAD = 128 + signal.SIGPIPE  # as shells have it
@@ -33,9 +33,10 @@ _UNSET = {
     "slices": "default 4 for terapipe, else 1",
     "batches": "default 8 or 3 for pipedream, 3 for pipedream-2bw, else 1",
 }
-_COSTS = "time of each kind of action, or of each stage: f=1:1:2; a backward that is not split takes b + w"
+_COSTS = "time of F, B and W of a rank's layers, shared by its chunks and slices; or of each stage: f=1:1:2"
 _BYTES = (
-    "sizes of a stage: saved from F to B, kept of it from B to W, boundary of a message; or of each: saved=9KiB:5KiB"
+    "saved from F to B by a rank's layers, kept of it from B to W, boundary of a message; or of each stage: "
+    "saved=9KiB:5KiB"
 )
 
 OPTIONS = {
@@ -57,11 +58,6 @@ OPTIONS = {
     )
 }
 GROUPS = {"stages": "A schedule by name", "file": "A schedule from a file", "costs": "Figures", "rows": "Output"}
-
-_SIZE = re.compile(r"([0-9]{1,15})(|B|KiB|MiB|GiB)")
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-_N = TypeVar("_N")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,12 +92,13 @@ def _run(words: list[str]) -> None:
     flags = read_flags(words, OPTIONS.values())
     given = {option: flags.get(option, OPTIONS[option].default) for option in OPTIONS}
     asked = _asked(name, flags)
-    costs = _costs(str(given["costs"]))
+    costs = costs_from(str(given["costs"]))
+    width = int(given["width"] or shutil.get_terminal_size((120, 24)).columns)
     try:
         checked = check(asked.rows)
-        timeline = simulate(asked.rows, costs, _sizes(given["bytes"], len(checked.placement)))
+        timeline = simulate(asked.rows, costs_of_passes(costs, asked.rows), sizes_from(given["bytes"], asked.rows))
     except ScheduleError as error:
-        raise ScheduleError(f"{asked.file}: {error}" if asked.file else str(error)) from None
+        raise _refusal(asked, str(error), costs, width) from None
     if given["svg"] is not None:
         _write(str(given["svg"]), svg(timeline, asked.title, messages=bool(given["arrows"])))
     elif given["arrows"]:
@@ -113,7 +110,14 @@ def _run(words: list[str]) -> None:
         hint = f"; read it with --batches {asked.batches}" if compute and asked.batches > 1 else ""
         print(f"# {asked.title}{hint}\n{rows_text(asked.rows, compute)}")
         return
-    print(report(asked, timeline, checked, costs, int(given["width"] or shutil.get_terminal_size((120, 24)).columns)))
+    print(report(asked, timeline, checked, costs, width))
+
+
+def _refusal(asked: Asked, said: str, costs: Costs, width: int) -> ScheduleError:
+    """What is wrong, in the places of the user's file; of a deadlock the table up to it is printed before."""
+    if said.startswith("deadlock"):
+        print(up_to_the_hang(asked, costs, width), flush=True)
+    return ScheduleError(f"{asked.file}: {in_the_file(said, asked.text)}" if asked.file else said)
 
 
 def _asked(name: str, flags: dict[str, Value]) -> Asked:
@@ -128,44 +132,6 @@ def _asked(name: str, flags: dict[str, Value]) -> Asked:
     if sizes:
         raise ConfigError(f"{OPTIONS[next(iter(sizes))].flag}: is read off the rows of --file; leave it out.")
     return from_file(str(flags["file"]), batches)
-
-
-def _costs(text: str) -> Costs:
-    number = Option("", float, None, "", Interval(0, 10**9))
-    found = _pairs("--costs", text, ("f", "b", "w", "message"), lambda word, at: float(number.parse(word, at) or 0))
-    message = found.pop("message", [0.0])
-    if len(message) > 1:
-        raise ConfigError("--costs message: is one number, not one for each stage.")
-    # A list of one number is that of every stage.
-    return Costs(**{kind: times if len(times) > 1 else times[0] for kind, times in found.items()}, message=message[0])
-
-
-def _sizes(text: Value, num_stages: int) -> Sizes | None:
-    if text is None:
-        return None
-
-    def number(word: str, where: str) -> int:
-        match = _SIZE.fullmatch(word)
-        if match is None:
-            raise ConfigError(f"{where}: must be a whole number of bytes, KiB, MiB or GiB, such as 40MiB.")
-        return int(match[1]) * _UNITS[match[2]]
-
-    found = _pairs("--bytes", str(text), ("saved", "kept", "boundary"), number)
-    sizes = {name: found.get(name, [0]) for name in ("saved", "kept", "boundary")}
-    return Sizes(**{name: size if len(size) > 1 else size * num_stages for name, size in sizes.items()})
-
-
-def _pairs(flag: str, text: str, names: Sequence[str], number: Callable[[str, str], _N]) -> dict[str, list[_N]]:
-    """What `name=1:2:3,name=4` says, each name at most once."""
-    found: dict[str, list[_N]] = {}
-    for pair in text.split(","):
-        name, equals, values = (word.strip() for word in pair.partition("="))
-        if name not in names or not equals:
-            raise ConfigError(f"{flag} {show(pair.strip())}: must read NAME=NUMBER, NAME one of {', '.join(names)}.")
-        if name in found:
-            raise ConfigError(f"{flag}: {name} stands twice.")
-        found[name] = [number(word.strip(), f"{flag} {name}={show(values)}") for word in values.split(":")]
-    return found
 
 
 def _write(path: str, text: str) -> None:

@@ -6,10 +6,13 @@ import textwrap
 from collections.abc import Sequence
 
 from mpitrain.pipeline import render
-from mpitrain.pipeline.action import Schedule, placement
+from mpitrain.pipeline.action import Action, Schedule, placement
+from mpitrain.pipeline.check import sent_by
+from mpitrain.pipeline.render import in_flight
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.pipeline.simulate import Checked, Costs, Timeline
+from mpitrain.pipeline.simulate import Checked, Costs, Timeline, until_stuck
 from mpitrain.pipeline.versions import live_versions, versions_of
+from mpitrain.schedule.costs import costs_of_passes, shares_of, slices_of
 from mpitrain.schedule.source import Asked
 
 
@@ -38,15 +41,35 @@ def report(asked: Asked, timeline: Timeline, checked: Checked, costs: Costs, wid
     relative = f", {100 * (timeline.makespan - ideal) / ideal:.1f} % of the ideal {_number(ideal)}" if ideal else ""
     hang = "would do"
     if checked.blocking_hang is not None:
-        hang = f"would hang: {checked.blocking_hang.removeprefix('deadlock: ')}"
+        hang = f"would hang (mpitrain's never block): {checked.blocking_hang.removeprefix('deadlock: ')}"
     whole = {
         "makespan": _number(timeline.makespan),
         "bubble": f"{100 * timeline.bubble:.1f} % of the makespan{relative}",
         "blocking sends": hang,
     }
+    ranks = len(asked.rows)
+    if checked.placement != tuple(stage % ranks for stage in range(len(checked.placement))):
+        place = ", ".join(f"{stage} on {rank}" for stage, rank in enumerate(checked.placement))
+        whole["placement"] = (
+            f"stage {place}.  To be trained, a model must place its stages so: GPT and MLP have stage q on rank q mod "
+            f"{ranks}"
+        )
     lines = (textwrap.wrap(f"{name:<16}{said}", width, subsequent_indent=" " * 16) for name, said in whole.items())
     parts.append("\n".join(line for wrapped in lines for line in wrapped))
     return "\n\n".join(parts)
+
+
+def up_to_the_hang(asked: Asked, costs: Costs, width: int) -> str:
+    """The table of a schedule that does not end, up to where it stands, and who waits for whom."""
+    timeline = until_stuck(asked.rows, costs_of_passes(costs, asked.rows))
+    place = placement(asked.rows)
+    lines = [render.text(timeline, width), "", "Here it stands:"]
+    for rank, (row, spans) in enumerate(zip(asked.rows, timeline.spans, strict=True)):
+        if len(spans) < len(row):
+            kind, micro, stage, part = sent_by(row[len(spans)])
+            send = Action(kind, micro, stage, part)
+            lines.append(f"rank {rank} waits at {row[len(spans)]} for {send} of rank {place[stage]}")
+    return "\n".join(lines)
 
 
 def _costs(timeline: Timeline, costs: Costs) -> str:
@@ -62,7 +85,9 @@ def _costs(timeline: Timeline, costs: Costs) -> str:
         parts.append(f"B {_number(costs.b + costs.w)}")
     if costs.message:
         parts.append(f"a message {_number(costs.message)}")
-    return ", ".join(parts)
+    chunks = max(shares_of(timeline.rows)) > 1 and not all(isinstance(c, Sequence) for c in (costs.f, costs.b, costs.w))
+    by = ["the stages of a rank"] * chunks + ["the slices of a sequence"] * (slices_of(timeline.rows) > 1)
+    return ", ".join(parts) + (f"; shared by {' and '.join(by)}" if by else "")
 
 
 def _number(value: float) -> str:
@@ -80,8 +105,10 @@ def _ranks(asked: Asked, timeline: Timeline) -> str:
         ("stage", [",".join(held) for held in stages]),
         ("busy", [_number(time) for time in timeline.busy]),
         ("idle", [_number(time) for time in timeline.idle]),
-        ("in flight", [str(peak) for peak in timeline.peak_micros]),
+        ("in flight", [_number(peak) for peak in in_flight(timeline)]),
     ]
+    if in_flight(timeline) != list(timeline.peak_micros):
+        columns.append(("passes", [str(peak) for peak in timeline.peak_micros]))
     if asked.versions is not None:
         columns.append(("versions", [str(live) for live in live_versions(asked.rows, asked.versions)]))
     if timeline.peak_bytes is not None:

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from mpitrain.errors import ConfigError, ScheduleError
 from mpitrain.options import show, suggest
-from mpitrain.pipeline.action import COMPUTE, MESSAGES, PER_STEP, Schedule, parse_row, row_text
+from mpitrain.pipeline.action import COMPUTE, MESSAGES, PER_STEP, Row, Schedule, parse, row_text
 from mpitrain.pipeline.passes import complete, with_messages, with_update, with_updates
 from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.schedule.places import in_the_file, words
 
 SIZES = ("stages", "microbatches", "chunks", "slices", "batches")
 """What a schedule by name depends on."""
@@ -33,7 +34,7 @@ class Asked(NamedTuple):
     """A schedule, completed, with what is known of it.
 
     title: what it is, in half a line; versions: the rule of `mpitrain.pipeline.versions`, where there is one; batches:
-    how many the rows go over; file: the file it is from, as errors name it, empty for a name.
+    how many the rows go over; file: the file it is from, as errors name it, empty for a name; text: what is in it.
     """
 
     rows: Schedule
@@ -41,6 +42,7 @@ class Asked(NamedTuple):
     versions: str | None = None
     batches: int = 1
     file: str = ""
+    text: str = ""
 
 
 def by_name(name: str, given: Mapping[str, int]) -> Asked:
@@ -60,9 +62,14 @@ def by_name(name: str, given: Mapping[str, int]) -> Asked:
     kind = SCHEDULES[name]
     ranks = given.get("stages", 4)
     micros = given.get("microbatches", 8 if kind.versions is None else 1 if kind.versions == "newest" else ranks)
+    if kind.versions == "newest" and micros != 1:
+        raise ConfigError(
+            f"mpitrain schedule {name}: every batch is an update and is not cut; --microbatches {micros} must be 1."
+            "\nWay out: --batches for more of them in a row; pipedream-2bw adds up gradients of several micro-batches."
+        )
     chunks = given.get("chunks", 2 if kind.chunked else 1)
     slices = given.get("slices", 4 if kind.sliced else 1)
-    batches = given.get("batches", 1 if kind.versions is None else 8 if micros == 1 else 3)
+    batches = given.get("batches", 1 if kind.versions is None else 8 if kind.versions == "newest" else 3)
     work = ranks * micros * chunks * slices * batches
     if work > _MOST_WORK:
         raise ConfigError(f"mpitrain schedule {name}: {work:,} forward passes are too many; at most {_MOST_WORK:,}.")
@@ -83,10 +90,15 @@ def from_file(path: str, batches: int | None) -> Asked:
     """
     file = "standard input" if path == "-" else show(path)
     try:
-        rows = completed(read_rows(_read_text(path, file)), batches)
+        text = _read_text(path, file)
+        rows = read_rows(text)
     except ScheduleError as error:
         raise ScheduleError(f"{file}: {error}") from None
-    return Asked(rows, file, batches=batches or 1, file=file)
+    try:
+        rows = completed(rows, batches)
+    except ScheduleError as error:
+        raise ScheduleError(f"{file}: {in_the_file(str(error), text)}") from None
+    return Asked(rows, file, batches=batches or 1, file=file, text=text)
 
 
 def _read_text(path: str, file: str) -> str:
@@ -114,16 +126,17 @@ def read_rows(text: str) -> Schedule:
     """Rows from their text: a line for each rank, actions parted by white space, # begins a comment.
 
     Raises:
-        ScheduleError: a word is no action, naming its line; or there is no row, or there are too many.
+        ScheduleError: a word is no action, naming its line and column; or there is no row, or there are too many.
     """
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0]
-        if words.strip():
+    for number, line in words(text):
+        row: Row = []
+        for column, word in line:
             try:
-                rows.append(parse_row(words))
+                row.append(parse(word))
             except ScheduleError as error:
-                raise ScheduleError(f"line {number}: {error}") from None
+                raise ScheduleError(f"line {number}, column {column}: {error}") from None
+        rows.append(row)
     if not 1 <= len(rows) <= _MOST_ROWS:
         found = f"{len(rows):,} rows, at most {_MOST_ROWS:,} are read" if rows else "no rows"
         raise ScheduleError(f"there are {found}; a row reads F0@0 F1@0 B0@0 B1@0, one line for each rank")
@@ -136,7 +149,9 @@ def rows_text(rows: Schedule, compute: bool = False) -> str:
 
 
 def completed(rows: Schedule, batches: int | None = None) -> Schedule:
-    """Rows with messages and updates, each added where the rows have none of that kind.
+    """Rows with messages and updates, each added where the rows have none of them.
+
+    What is there is left where it stands, and must then be whole: where a LOAD belongs depends on where the COUNT is.
 
     Args:
         rows: at least the F and B of every stage.
@@ -144,12 +159,20 @@ def completed(rows: Schedule, batches: int | None = None) -> Schedule:
 
     Raises:
         ScheduleError: a stage is on two ranks or on none, the micro-batches do not divide into batches, or the rows
-            have updates of their own besides.
+            have updates of their own besides, or some kinds of LOAD, COUNT, REDUCE and STEP without the others.
     """
     kinds = {action.kind for row in rows for action in row}
     if not kinds & set(MESSAGES):
         rows = with_messages(rows)
-    if kinds & {"LOAD", *PER_STEP}:
+    update = ("LOAD", *PER_STEP)
+    if given := [kind for kind in update if kind in kinds]:
+        if len(given) < len(update):
+            missing = ", ".join(kind for kind in update if kind not in kinds)
+            raise ScheduleError(
+                f"the rows have {' and '.join(given)} but no {missing}.\n"
+                f"Way out: leave {' and '.join(given)} out, and all of {', '.join(update)} are added where they "
+                f"belong; or give all four in every row."
+            )
         if batches is not None:
             raise ScheduleError("the rows have updates of their own; leave out --batches")
         return rows

@@ -202,6 +202,10 @@ def parse(text: str) -> Layout:
             raise ConfigError(
                 f"--layout {text}: {letter}{number} counts {COUNTS[letter].meaning} of {way}: name it, too."
             )
+    for word in ways.values():
+        axis = WAYS[word].axis
+        if axis not in axes:
+            raise ConfigError(f"--layout {text}: {word} is a way of {axis}, of which this layout names no size: {axis}2.")
     layout = Layout(
         tuple((axis, axes[axis]) for axis in AXES if axis in axes),
         tuple(way for way in WAYS if way in ways.values()),

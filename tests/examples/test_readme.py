@@ -79,7 +79,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     # docs/explanation/pipelines
-    "./run_mpi.sh -n 4 examples/train_gpt.py --pp 4 --schedule 1f1b --microbatches 8": (
+    "./run_mpi.sh -n 4 examples/train_gpt.py --pp 4 --schedule 1f1b --microbatches 8 --layers 8 --steps 100": (
         f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --schedule 1f1b --microbatches 2 --steps 2 {TINY}",
         "",
     ),
@@ -90,9 +90,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         for command in (
             "mpitrain schedule gpipe --stages 4 --microbatches 8",
             "mpitrain schedule 1f1b --stages 4 --microbatches 8",
-            "mpitrain schedule interleaved --stages 4 --microbatches 8 --chunks 2 --costs f=0.5,b=0.5,w=0.5",
+            "mpitrain schedule interleaved --stages 4 --microbatches 8 --chunks 2",
             "mpitrain schedule zb-h1 --stages 4 --microbatches 8",
-            "mpitrain schedule terapipe --stages 4 --microbatches 2 --slices 4 --costs f=0.25,b=0.25,w=0.25",
+            "mpitrain schedule terapipe --stages 4 --microbatches 2 --slices 4",
             "mpitrain schedule pipedream --stages 4 --batches 10",
             "mpitrain schedule pipedream-2bw --stages 4 --microbatches 4 --batches 3",
         )
@@ -105,6 +105,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mpitrain schedule --file mine.txt --costs f=1,b=1,w=1,message=0.5 --svg mine.svg --arrows": (
         "mpitrain schedule 1f1b --stages 3 --microbatches 6 --compute-rows > mine.txt\n"
         "mpitrain schedule --file mine.txt --costs f=1,b=1,w=1,message=0.5 --svg mine.svg --arrows",
+        "",
+    ),
+    "mpitrain local -n 3 eager.py --pp 3": ("mpitrain local -n 3 eager.py --pp 3", ""),
+    "mpitrain verify --layout pp3 --layout pp3,dp2 eager.py": (
+        "mpitrain verify --layout pp3 --layout pp3,dp2 --first 2 eager.py",
+        "",
+    ),
+    # docs/explanation/stale-weights.md
+    "mpitrain local -n 4 stale.py --pp 4": ("mpitrain local -n 4 stale.py --pp 4", ""),
+    "mpitrain verify --layout pp4,pipedream stale.py": ("mpitrain verify --layout pp4,pipedream stale.py", ""),
+    "mpitrain verify --layout pp2,dp2,pipedream-2bw stale.py --microbatches 4": (
+        "mpitrain verify --layout pp2,dp2,pipedream-2bw stale.py --microbatches 4",
         "",
     ),
     # docs/explanation/kernels.md
@@ -154,6 +166,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python examples/train_gpt.py --run runs/b --steps 4 --stop-after 2 {TINY}",
         "",
     ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --steps 2000 --save-every 500 --pp 4 --layers 8 --microbatches 8": (
+        f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --save-every 2 {TINY} --pp 4 --layers 4",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --resume latest --pp 2 --schedule interleaved": (
+        f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --stop-after 2 {TINY} --pp 4 --layers 4"
+        " --microbatches 2\n"
+        "mpitrain local -n 4 examples/train_gpt.py --run runs/c --resume latest --pp 2 --schedule interleaved",
+        "",
+    ),
+    "./run_mpi.sh -n 1 examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b": (
+        f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --stop-after 2 {TINY} --pp 4 --layers 4\n"
+        "python examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b",
+        "",
+    ),
     # docs/how-to/debug-a-hang.md
     "./run_mpi.sh -n 2 examples/train_gpt.py --steps 50 --timeout 20": (
         f"./run_mpi.sh -n 2 examples/train_gpt.py --steps 3 --timeout 20 {TINY}",
@@ -179,15 +206,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         MPI,
     ),
     "mpitrain verify --sweep 2000 --seed 0": ("mpitrain verify --sweep 3 --seed 0", ""),
+    # docs/how-to/cut-a-model-into-stages.md
+    "mpitrain local -n 4 deep.py --pp 4 --schedule zb-h1": (
+        "mpitrain local -n 4 deep.py --pp 4 --schedule zb-h1",
+        "",
+    ),
+    "mpitrain verify --check --layout pp4 --layout dp2,pp3 --layout pp2,tp2,zb-h1 deep.py": (
+        "mpitrain verify --check --layout pp4 --layout dp2,pp3 --layout pp2,tp2,zb-h1 --first 2 deep.py",
+        "",
+    ),
     # docs/how-to/write-a-train-script.md
-    "mpitrain local -n 4 stages.py --pp 4 --schedule zb-h1": (
-        "mpitrain local -n 4 stages.py --pp 4 --schedule zb-h1",
-        "",
-    ),
-    "mpitrain verify --layout pp4 --layout dp2,pp3 stages.py": (
-        "mpitrain verify --layout pp4 --layout dp2,pp3 --first 2 stages.py",
-        "",
-    ),
     "mpitrain local -n 8 any_layout.py --pp 2 --tp 2 --cp 2 --sequence-parallel": (
         "mpitrain local -n 8 any_layout.py --pp 2 --tp 2 --cp 2 --sequence-parallel",
         "",
@@ -207,7 +235,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 SMALLER = {  # how scripts of the documents are made small
     "train.py": {"load()": 'load("book.txt")', "stop_step=400": "stop_step=3"},
-    "stages.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
+    "deep.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
+    "eager.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
+    "stale.py": {"load()": 'load("book.txt")', "range(0, 40, 10)": "range(0, 20, 10)"},
     "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
 }
 

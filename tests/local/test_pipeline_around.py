@@ -377,6 +377,18 @@ def test_rows_of_another_pipeline_are_refused():
     LocalWorld(2).run(main)
 
 
+def test_the_stages_of_a_rank_may_be_a_list():
+    def main():
+        mesh = Mesh(world(), pp=2)
+        model = GPT(SMALL, mesh, dtype=np.float64)
+        model.stages = list(model.stages)
+        executor = Executor(model, Sgd(model.parameters(), lr=1.0), mesh, complete("1f1b", ranks=2, microbatches=2))
+        return executor.step(next(batches(executor, 4, 1)))
+
+    first, last = LocalWorld(2).run(main)
+    assert first == last > 0
+
+
 # --------------------------------------------------------------------------------------------------------------- saving
 
 LAYOUTS = [{"pp": 1}, {"pp": 4, "schedule": "zb-h1"}, {"pp": 2, "dp": 2}, {"pp": 2, "chunks": 2}, {"pp": 2, "tp": 2}]

@@ -223,6 +223,17 @@ def test_a_run_goes_on_with_another_pipeline(tmp_path, text, tied):
     assert (tmp_path / "whole" / "sample.txt").read_text() == (tmp_path / "parts" / "sample.txt").read_text()
 
 
+def test_a_layout_that_no_flag_gave_is_said_to_be_the_saved_runs(tmp_path, text):
+    run = tmp_path / "run"
+    train(2, run, text, "--layers", "2", "--pp", "2", "--steps", "4", "--stop-after", "2")
+    with pytest.raises(MeshError, match=r"(?s)--pp 2 needs a multiple of 2.*--pp of the saved run .*00002\) holds"):
+        LocalWorld(1).run(main, ["--run", str(run), "--resume", "latest"])
+    with pytest.raises(MeshError, match=r"--pp 2 needs a multiple of 2 ranks[^\n]*$"):
+        LocalWorld(1).run(main, ["--run", str(run), "--resume", "latest", "--pp", "2"])
+    LocalWorld(1).run(main, ["--run", str(run), "--resume", "latest", "--pp", "1"])
+    assert config.load(str(run / "config.toml")).pp == 1
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
 def test_a_pipeline_that_stops_and_goes_on_gives_the_same_bits(tmp_path, text, schedule):
     flags = ["--pp", "2", "--schedule", schedule, "--microbatches", "4", "--layers", "4", "--steps", "6"]

@@ -194,7 +194,7 @@ def test_a_picture_needs_nothing_else_and_says_what_it_shows():
     root = ElementTree.fromstring(picture)
     assert root.get("role") == "img"
     assert root.find(f"{NAMESPACE}title").text == "Fish & <chips>"
-    figures = "4 ranks, 8 micro-batches; makespan 33; bubble 27.3 % of the time; at most 4 forward passes in flight"
+    figures = "4 ranks, 8 micro-batches; makespan 33; bubble 27.3 % of the time; at most 4 micro-batches in flight"
     assert root.find(f"{NAMESPACE}desc").text == figures
     assert not re.search(r"<script|href|@import|http(?!://www.w3.org/2000/svg)", picture)
     width, height = float(root.get("width")), float(root.get("height"))

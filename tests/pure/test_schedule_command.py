@@ -42,7 +42,7 @@ def written(tmp_path):
 
 def figures(printed):
     """The line of each rank, by the heads of the columns."""
-    lines = [line for line in printed.splitlines() if re.match(r"rank +stage|  +\d+ ", line)]
+    lines = [line for line in printed.splitlines() if re.match(r"rank +stage| +\d+ +[\d,]+ +[\d.]+ ", line)]
     heads = re.split(r" {2,}", lines[0].strip())
     return [dict(zip(heads, re.split(r" {2,}", line.strip()), strict=True)) for line in lines[1:]]
 
@@ -78,8 +78,9 @@ def test_every_schedule_prints_its_table_and_figures(run):
         ("gpipe", "33", "27.3", "37.5", "9", "8 8 8 8"),
         ("gpipe --costs b=0.5,w=0.5", "22", "27.3", "37.5", "6", "8 8 8 8"),
         ("1f1b", "33", "27.3", "37.5", "9", "4 3 2 1"),
-        ("interleaved", "57", "15.8", "18.8", "9", "11 9 7 5"),
-        ("interleaved --costs b=0.5,w=0.5", "38", "15.8", "18.8", "6", "11 9 7 5"),
+        ("interleaved", "28.5", "15.8", "18.8", "4.5", "5.5 4.5 3.5 2.5"),
+        ("interleaved --costs b=0.5,w=0.5", "19", "15.8", "18.8", "3", "5.5 4.5 3.5 2.5"),
+        ("terapipe", "26.25", "8.6", "9.4", "2.25", "8 8 8 8"),
         ("zb-h1", "27", "11.1", "12.5", "3", "4 3 2 1"),
         ("1f1b --stages 1 --microbatches 3", "9", "0.0", "0.0", "0", "1"),
     ],
@@ -97,7 +98,7 @@ def test_the_figures_are_those_of_the_papers(run, words, makespan, bubble, relat
 
 def test_it_says_whether_blocking_sends_would_hang(run):
     assert "blocking sends  would do" in run("gpipe")
-    hang = "blocking sends  would hang: rank 0 at SEND_F1@0; rank 1 at SEND_B0@1"
+    hang = "blocking sends  would hang (mpitrain's never block): rank 0 at SEND_F1@0; rank 1 at SEND_B0@1"
     assert hang in run("1f1b --stages 2 --microbatches 2")
 
 
@@ -126,6 +127,24 @@ def test_bytes_in_flight_are_counted_where_sizes_are_given(run):
     assert "bytes" not in run("gpipe")
 
 
+def test_costs_and_sizes_are_of_a_rank_and_shared_by_its_passes_so_schedules_can_be_compared(run):
+    work = {"gpipe": "", "interleaved": "--chunks 4", "zb-h1": "", "terapipe": "--slices 5"}
+    for name, more in work.items():
+        printed = run(f"{name} {more} --costs f=2,b=3,w=4 --bytes saved=1001,boundary=0")
+        assert {rank["busy"] for rank in figures(printed)} == {"72"}
+        held = [int(rank["bytes in flight"].replace(",", "")) for rank in figures(printed)]
+        flying = [float(rank["in flight"]) for rank in figures(printed)]
+        assert held == pytest.approx([1001 * micros for micros in flying], rel=1e-2)
+    printed = run("interleaved")
+    assert [rank["passes"] for rank in figures(printed)] == ["11", "9", "7", "5"]
+    assert "F takes 1, B 2; shared by the stages of a rank" in printed
+    assert "passes" not in run("1f1b")
+    by_stage = run("interleaved --stages 2 --costs f=1:1:1:1,b=1:1:1:1,w=1:1:1:1")
+    assert {rank["busy"] for rank in figures(by_stage)} == {"48"}
+    by_slice = run("terapipe --stages 2 --costs f=1:2,b=1:2,w=1:2")
+    assert [rank["busy"] for rank in figures(by_slice)] == ["24", "48"]
+
+
 def test_costs_may_differ_between_stages_and_messages_take_time(run):
     printed = run("gpipe --stages 2 --microbatches 1 --costs f=1:3,b=2,w=0,message=0.5")
     assert "F takes 1:3, B 2, a message 0.5" in printed
@@ -143,10 +162,10 @@ def test_a_table_is_as_wide_as_asked_for_and_as_the_terminal_else(run, monkeypat
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rows_that_were_printed_are_read_back(run, written, name):
-    asked = f"{name} --stages 3 --microbatches 3"
-    batches = {"pipedream": 3, "pipedream-2bw": 3}.get(name, 1)
+    micros, batches = {"pipedream": (1, 8), "pipedream-2bw": (3, 3)}.get(name, (3, 1))
+    asked = f"{name} --stages 3 --microbatches {micros}"
     chunks, slices = (2 if name == "interleaved" else 1), (4 if name == "terapipe" else 1)
-    rows = complete(name, ranks=3, microbatches=3, chunks=chunks, slices=slices, batches=batches)
+    rows = complete(name, ranks=3, microbatches=micros, chunks=chunks, slices=slices, batches=batches)
 
     printed = run(f"{asked} --rows")
     assert printed.startswith(f"# {name}: 3 ranks")
@@ -185,16 +204,20 @@ def test_a_dash_reads_standard_input(run, monkeypatch):
     [
         ("", "there are no rows"),
         ("# nothing\n\n", "there are no rows"),
-        ("F0@0\nF0@1 X0@1 B0@1", "line 2: 'X0@1' is not an action"),
-        ("F0@0 B0@0 STEP", "line 1: 'STEP' is not an action"),
-        ("F0@0 B0@0\nF0@0 B0@0", "stage 0 is on ranks 0 and 1"),
+        ("F0@0\nF0@1 X0@1 B0@1", "line 2, column 6: 'X0@1' is not an action"),
+        ("F0@0 B0@0 STEP", "line 1, column 11: 'STEP' is not an action"),
+        ("F0@0 B0@0\nF0@0 B0@0", "stage 0 is on ranks 0 and 1 (lines 1 and 2)"),
         ("F0@0 B0@0\nF0@999999999 B0@999999999", "no row has an F of stage 1"),
-        ("F0@0 F1@0 B0@0", "B1@0 is missing"),
-        ("B0@0 F0@0", "B0@0 at place 2 comes before F0@0"),
-        ("F0@0 B0@0 F1@0 B1@0\nF0@1 F1@1 B0@1 B1@1", "deadlock: rank 0 at RECV_B0@0; rank 1 at RECV_F1@1"),
-        ("F0@0 B0@0 STEP@0", "LOAD0@0 is missing"),
+        ("F0@0 F1@0 B0@0", "line 1: B1@0 is missing"),
+        ("F0@0 SEND_F0@0 B0@0\n\nF0@1 B0@1", "line 1: RECV_B0@0 is missing"),
+        ("F0@0 SEND_F0@0 B0@0\n\nF0@1 B0@1", "leave all SEND, RECV out, and they are added"),
+        ("# mine\n\n B0@0  F0@0 # F0@0", "line 3, column 2: B0@0 comes before F0@0 (column 8), which it needs"),
+        ("F0@0 B0@0 F0@0", "line 1, column 11: F0@0 stands twice, first in column 1"),
+        ("F0@0 B0@0\n#\nLOAD0@1", "line 3 has no F"),
+        ("F0@0 B0@0 STEP@0", "the rows have STEP but no LOAD, COUNT, REDUCE.\nWay out: leave STEP out"),
+        ("LOAD0@0 COUNT@0 F0@0 B0@0 REDUCE@0 STEP@0\nF0@1 B0@1", "line 2: LOAD0@1 is missing; leave all LOAD, COUNT"),
         ("F" + "9" * 5000 + "@0", "is not an action"),
-        ("x" * 100_000, f"line 1: '{'x' * 60}...' is not an action"),
+        ("x" * 100_000, f"line 1, column 1: '{'x' * 60}...' is not an action"),
         ("\n".join(f"F0@{stage}" for stage in range(1025)), "there are 1,025 rows, at most 1,024 are read"),
     ],
 )
@@ -209,6 +232,31 @@ def test_a_schedule_that_cannot_run_is_refused_with_the_name_of_its_file(written
     assert printed.err.startswith(f"ScheduleError: {path}")
     assert len(printed.err.splitlines()) <= 5
     assert len(printed.err) < 1000
+
+
+def test_a_deadlock_is_drawn_up_to_where_it_stands(written, capsys):
+    path = written("# circle\nF0@0 B0@0 F1@0 B1@0\n\n  F0@1 F1@1 B0@1 B1@1")
+    with pytest.raises(ScheduleError) as caught:
+        main(["--file", path])
+    places = "rank 0 at RECV_B0@0 (line 2, column 6); rank 1 at RECV_F1@1 (line 4, column 8)"
+    assert str(caught.value) == f"{path}: deadlock: {places}"
+    assert capsys.readouterr().out.splitlines() == [
+        "time    0",
+        "rank 0| F0  .",
+        "rank 1|  . F0",
+        "",
+        "Here it stands:",
+        "rank 0 waits at RECV_B0@0 for SEND_B0@1 of rank 1",
+        "rank 1 waits at RECV_F1@1 for SEND_F1@0 of rank 0",
+    ]
+
+
+def test_where_a_model_must_place_its_stages_is_said_of_files_that_place_them_otherwise(run, written):
+    back = "F0@0 F0@3 B0@3 B0@0\nF0@1 F0@2 B0@2 B0@1"
+    printed = " ".join(run(f"--file {written(back)} --width 60").split())
+    assert "placement stage 0 on 0, 1 on 1, 2 on 1, 3 on 0. To be trained," in printed
+    assert "stage q on rank q mod 2" in printed
+    assert "placement" not in run("interleaved")
 
 
 def test_a_file_that_is_none_is_refused_before_it_is_read(tmp_path, written):
@@ -265,6 +313,7 @@ def test_a_picture_is_written_and_only_where_it_can_be(run, tmp_path):
         ("gpipe --chunks 2", ScheduleError, "gpipe has one chunk"),
         ("1f1b --batches 2", ScheduleError, "1f1b drains for every update"),
         ("interleaved --microbatches 6", ScheduleError, "6 do not divide by 4"),
+        ("pipedream --microbatches 4", ConfigError, "--microbatches 4 must be 1.\nWay out: --batches"),
         ("pipedream-2bw --microbatches 3", ScheduleError, "at least as many micro-batches as ranks"),
     ],
 )

@@ -65,6 +65,8 @@ def test_an_axis_of_one_rank_is_passed_on_but_has_no_size():
         ("pp2,v2", "v2 counts stages a rank of interleaved: name it, too"),
         ("pp2,gpipe,s2", "s2 counts slices a sequence of terapipe: name it, too"),
         ("pp2,interleaved,v2,v3", "v stands twice"),
+        ("dp2,sp", "sp is a way of tp, of which this layout names no size: tp2"),
+        ("tp2,zb-h1", "zb-h1 is a way of pp, of which this layout names no size: pp2"),
         ("pp2,interleaved,v0", "there are from 1 to 1024 stages a rank"),
     ],
 )
