@@ -96,7 +96,7 @@ class Processes:
             "loss": losses[0] if self._loss_is_whole else sum(losses),
             "faults_per_step": max(reply["faults"] for reply in replies),
             "peak_bytes": sum(reply["peak_bytes"] for reply in replies),
-            **({"in_messages": max(reply["in_messages"] for reply in replies)} if watch else {}),
+            **(_watched(replies) if watch else {}),
             **load.report(own=sum(reply["cpu_in_all"] for reply in replies)),
         }
 
@@ -131,6 +131,14 @@ class Processes:
         if not line:
             raise SystemExit(f"{self.name}: a process ended in the middle of a run; its own words stand above")
         return json.loads(line)
+
+
+def _watched(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest share of a rank's time in messages, and of each rank, in their order, ms by kind of action."""
+    return {
+        "in_messages": max(reply["in_messages"] for reply in replies),
+        "actions": [reply["actions"] for reply in sorted(replies, key=lambda reply: reply["rank"])],
+    }
 
 
 def _commands(name: str, ranks: int, arguments: list[str], rendezvous: str) -> list[list[str]]:

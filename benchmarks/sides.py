@@ -186,16 +186,12 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
             side.step(batch, targets)
         side.meet()
         before = _usage()
-        if command.get("undisturbed"):
-            losses, seconds = undisturbed_steps(batches[warm:], side, targets)
-        else:
-            start = time.perf_counter()
-            losses = [side.step(batch, targets) for batch in batches[warm:]]
-            seconds = time.perf_counter() - start
+        undisturbed = command.get("undisturbed", False)
+        losses, seconds = timed(batches[warm:], side, targets, undisturbed)
         after = _usage()
-        in_messages = share_in_messages(batches[warm:], side, targets) if command.get("watch") else None
+        seen = watched(batches[warm:], side, targets, undisturbed) if command.get("watch") else {}
         reply(
-            in_messages=in_messages,
+            **seen,
             seconds=seconds,
             cpu=after.cpu - before.cpu,
             cpu_in_all=_usage().cpu - begun.cpu,
@@ -205,26 +201,36 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         )
 
 
-def undisturbed_steps(batches: list[Batch], side: Side, targets: int) -> tuple[list[float], float]:
-    """Steps that nobody else on the machine disturbs, with rests between them; losses and seconds."""
-    losses, seconds = [], 0.0
-    for batch in batches:
-        time.sleep(machine.REST)
+def timed(batches: list[Batch], side: Side, targets: int, undisturbed: bool) -> tuple[list[float], float]:
+    """Losses of some steps, and their seconds; if `undisturbed`, rests between them do not count."""
+    if undisturbed:
+        pairs = [at_priority(lambda batch=batch: side.step(batch, targets), side) for batch in batches]
+        return [loss for loss, _ in pairs], sum(seconds for _, seconds in pairs)
+    start = time.perf_counter()
+    losses = [side.step(batch, targets) for batch in batches]
+    return losses, time.perf_counter() - start
+
+
+def at_priority(step: Callable[[], float], side: Side) -> tuple[float, float]:
+    """A step that nothing else on the machine disturbs, after a rest; its loss and its seconds."""
+    time.sleep(machine.REST)
+    side.meet()
+    with machine.undisturbed():
         side.meet()
-        with machine.undisturbed():
-            side.meet()
-            start = time.perf_counter()
-            losses.append(side.step(batch, targets))
-            seconds += time.perf_counter() - start
-    return losses, seconds
+        start = time.perf_counter()
+        return step(), time.perf_counter() - start
 
 
-def share_in_messages(batches: list[Batch], side: Side, targets: int) -> float:
-    """The share of a step's time that this rank stands in messages, of the same steps once more."""
-    from mpitrain.debug.ledger import share_in_messages as share
+def watched(batches: list[Batch], side: Side, targets: int, undisturbed: bool) -> dict[str, Any]:
+    """The same steps once more: the share of their time that this rank stands in messages, and ms by kind of action."""
+    from mpitrain.debug.ledger import share_in_messages
+    from mpitrain.debug.timeline import Stopwatch
+    from mpitrain.events import listen
 
-    left = iter(batches)
-    return share(lambda: side.step(next(left), targets), len(batches))
+    left, watch = iter(batches), Stopwatch(len(batches))
+    with listen(watch):
+        share = share_in_messages(lambda: timed([next(left)], side, targets, undisturbed), len(batches))
+    return {"in_messages": share, "actions": {kind: 1e3 * seconds for kind, seconds in watch.seconds().items()}}
 
 
 class Usage(NamedTuple):

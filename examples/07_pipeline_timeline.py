@@ -1,12 +1,14 @@
 """Lesson 7: a pipeline, when each rank was at work, and what its schedule could have promised.
 
-    mpitrain local -n 2 examples/07_pipeline_timeline.py 1f1b
+    mpirun -n 2 python examples/07_pipeline_timeline.py 1f1b
     mpirun -n 2 python examples/07_pipeline_timeline.py zb-h1 --svg timeline.svg
+    mpitrain local -n 2 examples/07_pipeline_timeline.py        threads take turns, so most of them are idle: to see how
 
 Trains a small GPT whose layers are dealt out to the ranks, with the schedule that is named: gpipe, 1f1b, interleaved or
 zb-h1.  A listener on the executor's actions clocks the last step.  Prints its timeline, and the bubble (the share of
 time in which ranks were idle) three times: as it was, by the schedule's formula, and as the simulator finds it with the
-costs that F, B and W had.  Ends with the difference to the same training on one rank.
+costs that F, B and W had.  The formula is for stages of equal cost and messages that take no time; what a run idles
+more is their difference, and whatever else the machine did.  Ends with the difference to the same training on one rank.
 """
 
 from __future__ import annotations
@@ -97,9 +99,11 @@ def main() -> float:
         print("\n    bubble  ", *(f"{how} {share:.1%}   " for how, share in shares.items()))
         print(f"    a step   measured {step.makespan:.1f} ms   simulated {simulated.makespan:.1f} ms")
         for kind, costs in zip("FBW", (step.costs.f, step.costs.b, step.costs.w), strict=True):
-            print(f"    {kind} of each stage   {milliseconds(costs)} ms")
+            if np.any(costs):
+                print(f"    {kind} of each stage   {milliseconds(costs)} ms")
         for rank, (busy, waiting) in enumerate(zip(step.busy, step.waiting, strict=True)):
-            print(f"    rank {rank}   busy {busy:.1f} ms   waiting for messages {waiting:.1f} ms")
+            rest = step.makespan - busy - waiting  # before its first F and after its last B, and what its loop takes
+            print(f"    rank {rank}   busy {busy:.1f} ms   waiting for messages {waiting:.1f} ms   else {rest:.1f} ms")
         if options.svg is not None:
             options.svg.write_text(svg(step.timeline, f"{name}, measured, times in ms"), encoding="utf-8")
             print(f"    picture in {options.svg}")

@@ -139,6 +139,9 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
             config = replace(config, dp=None)
     else:
         config = settings.parse(flags, {**saved, "run": home, "dp": None})
+    new_stages = any(settings.gives(flags, flag) for flag in ("--pp", "--schedule", "--chunks", "--balance"))
+    if new_stages and not named and not settings.gives(flags, "--stage-layers"):
+        config = replace(config, stage_layers=None)  # what was given was for the stages of before
     if config.steps is None:
         config = config.fixed(saved["steps"])
     for name in MUST_STAY:

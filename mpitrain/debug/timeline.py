@@ -86,6 +86,14 @@ class Stopwatch:
         """Steps that are kept."""
         return len(self._steps)
 
+    def seconds(self) -> dict[str, float]:
+        """The time of this rank in each kind of action (`F`, `RECV_B`, `STEP`), in the mean of the steps that are kept."""
+        total: dict[str, float] = defaultdict(float)
+        for step in self._steps:
+            for span in step.spans:
+                total[span.action.kind] += (span.stop - span.start) / len(self)
+        return dict(total)
+
     def gather(self, axis: Communicator, step: int = -1) -> Measured:
         """The same step of all ranks of an axis, on every one of them; collective.
 

@@ -65,7 +65,7 @@ class _Picture:
         self.sizes = {kind: self._letters(kind) for kind in self.kinds}
         self.right = self.left + total * self.scale
         written = max(12 * len(describe(timeline)), 15 * len(title)) * _LETTER + 32
-        self.width = math.ceil(max(self.right + _COLUMNS, min(written, _LEAST)))
+        self.width = math.ceil(max(self.right + _COLUMNS - 1e-6, min(written, _LEAST)))
         # What is written above and below the lanes goes on in the next line where it does not fit.
         self.heading = self._wrapped(self.title, 15)
         self.footer = self._wrapped(describe(timeline), 12)

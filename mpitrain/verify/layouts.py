@@ -205,7 +205,9 @@ def parse(text: str) -> Layout:
     for word in ways.values():
         axis = WAYS[word].axis
         if axis not in axes:
-            raise ConfigError(f"--layout {text}: {word} is a way of {axis}, of which this layout names no size: {axis}2.")
+            raise ConfigError(
+                f"--layout {text}: {word} is a way of {axis}, of which this layout names no size: {axis}2."
+            )
     layout = Layout(
         tuple((axis, axes[axis]) for axis in AXES if axis in axes),
         tuple(way for way in WAYS if way in ways.values()),

@@ -83,6 +83,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --schedule 1f1b --microbatches 2 --steps 2 {TINY}",
         "",
     ),
+    "mpirun -n 2 python examples/07_pipeline_timeline.py zb-h1": (
+        "mpirun -n 2 python examples/07_pipeline_timeline.py zb-h1",
+        MPI,
+    ),
     "python examples/08_find_a_deadlock.py": ("python examples/08_find_a_deadlock.py", ""),
     "mpitrain schedule": ("mpitrain schedule", ""),
     **{
@@ -166,7 +170,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python examples/train_gpt.py --run runs/b --steps 4 --stop-after 2 {TINY}",
         "",
     ),
-    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --steps 2000 --save-every 500 --pp 4 --layers 8 --microbatches 8": (
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --save-every 100 --pp 4 --layers 8 --microbatches 8": (
         f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --save-every 2 {TINY} --pp 4 --layers 4",
         "",
     ),

@@ -231,6 +231,15 @@ def test_a_layout_that_no_flag_gave_is_said_to_be_the_saved_runs(tmp_path, text)
     with pytest.raises(MeshError, match=r"--pp 2 needs a multiple of 2 ranks[^\n]*$"):
         LocalWorld(1).run(main, ["--run", str(run), "--resume", "latest", "--pp", "2"])
     LocalWorld(1).run(main, ["--run", str(run), "--resume", "latest", "--pp", "1"])
+
+
+def test_the_blocks_of_the_stages_before_are_forgotten_with_them(tmp_path, text):
+    run = tmp_path / "run"
+    train(2, run, text, "--pp", "2", "--steps", "4", "--stop-after", "2", "--stage-layers", "1,0")
+    with pytest.raises(ConfigError, match="--stage-layers 2: blocks for 1 of 1 stages"):
+        train(1, run, text, "--resume", "latest", "--pp", "1", "--stage-layers", "2")
+    train(1, run, text, "--resume", "latest", "--pp", "1")
+    assert "stage_layers" not in (run / "config.toml").read_text()
     assert config.load(str(run / "config.toml")).pp == 1
 
 

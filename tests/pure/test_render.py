@@ -1,5 +1,6 @@
 """What a schedule looks like: the table of text says when what happens, and the picture the same."""
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -202,6 +203,52 @@ def test_a_picture_needs_nothing_else_and_says_what_it_shows():
         x, y = (float(element.get(name, 0)) for name in ("x", "y"))
         assert x + float(element.get("width", 0)) <= width
         assert y + float(element.get("height", 0)) <= height
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("zb-h1", {"ranks": 2, "microbatches": 3}),
+        ("1f1b", {"microbatches": 4}),
+        ("interleaved", {"ranks": 2, "microbatches": 2, "chunks": 3}),
+        ("pipedream-2bw", {"microbatches": 4, "batches": 100}),
+    ],
+)
+@pytest.mark.parametrize("title", ["mine", "a long name of a file " * 9])
+def test_nothing_that_is_written_is_cut_off_or_on_top_of_something_else(name, sizes, title):
+    picture = svg(played(name, **sizes), title)
+    root = ElementTree.fromstring(picture)
+    width, height = float(root.get("width")), float(root.get("height"))
+    assert width <= 1600
+    lines = {}  # by height: where a text begins and ends
+    for text in root.iterfind(f"{NAMESPACE}text"):
+        size = float(text.get("font-size", 12))
+        long = 0.602 * size * len(text.text)  # DejaVu Sans Mono
+        start = float(text.get("x")) - long * {"end": 1, "middle": 0.5}.get(text.get("text-anchor"), 0)
+        assert start >= 0, text.text
+        assert start + long <= width, text.text
+        assert float(text.get("y")) < height
+        lines.setdefault(float(text.get("y")), []).append((start, start + long))
+    for found in lines.values():
+        found.sort()
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(found))
+    assert " ".join(text.text for text in root.iterfind(f"{NAMESPACE}text")).count("in flight") == 2
+
+
+def test_a_picture_of_a_long_schedule_has_narrower_boxes_and_is_no_wider():
+    for timeline in (played("1f1b", microbatches=500), played("gpipe", Costs(f=1e-6, b=1e3))):
+        picture = svg(timeline)
+        assert float(ElementTree.fromstring(picture).get("width")) == 1600
+        assert all(last > first for first, last, *_ in boxes(picture).values())
+
+
+def test_in_flight_counts_micro_batches_whatever_their_passes_are():
+    assert render.in_flight(played("interleaved", chunks=2)) == [5.5, 4.5, 3.5, 2.5]
+    assert render.in_flight(played("terapipe", slices=3)) == [8, 8, 8, 8]
+    assert render.in_flight(played("1f1b")) == [4, 3, 2, 1]
+    uneven = [parse_row("F0.0@0 F0.1@0 F1@0 B1@0 B0.1@0 B0.0@0")]
+    assert render.in_flight(simulate(with_update(uneven))) == [2]
+    assert "at most 5.5 micro-batches (11 passes) in flight" in render.describe(played("interleaved", chunks=2))
 
 
 def test_an_arrow_leads_from_the_end_of_an_action_to_the_beginning_of_the_one_that_waits_for_it():

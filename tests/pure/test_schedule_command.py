@@ -139,6 +139,8 @@ def test_costs_and_sizes_are_of_a_rank_and_shared_by_its_passes_so_schedules_can
     assert [rank["passes"] for rank in figures(printed)] == ["11", "9", "7", "5"]
     assert "F takes 1, B 2; shared by the stages of a rank" in printed
     assert "passes" not in run("1f1b")
+    boundaries = figures(run("interleaved --bytes boundary=1000B"))
+    assert {rank["bytes in flight"][-4:] for rank in boundaries} == {",000"}  # not shared by chunks
     by_stage = run("interleaved --stages 2 --costs f=1:1:1:1,b=1:1:1:1,w=1:1:1:1")
     assert {rank["busy"] for rank in figures(by_stage)} == {"48"}
     by_slice = run("terapipe --stages 2 --costs f=1:2,b=1:2,w=1:2")
