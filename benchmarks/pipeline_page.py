@@ -24,6 +24,17 @@ IMAGES = DOCS / "images"
 MARKED = re.compile(r"(<!-- measured: ([a-z]+) -->\n).*?(<!-- end of measured -->)", re.DOTALL)
 CHUNKS = {"interleaved": 2}
 
+GROUPS = {
+    "F": ("F",),
+    "B": ("B",),
+    "W": ("W",),
+    "receives": ("RECV_F", "RECV_B"),
+    "sends": ("SEND_F", "SEND_B"),
+    "sum of gradients": ("REDUCE",),
+    "update": ("STEP",),
+}
+"""Columns, and the kinds of actions in each; who is done first waits for the others in the update."""
+
 Measurements = Mapping[str, Any]
 
 
@@ -65,6 +76,7 @@ def _bubbles(measured: Any) -> str:
 
 
 def _times(measured: Any) -> str:
+    """Steps of each way to share the work, and where each rank's time goes in them."""
     if measured is None:
         return "Not measured here."
     rounds = measured["data"]["rounds"]
@@ -77,6 +89,17 @@ def _times(measured: Any) -> str:
             f"| {name} | {statistics.median(times):.0f} ms | {statistics.median(ratios):.3f} |"
             f" {min(ratios):.3f}-{max(ratios):.3f} |"
         )
+    lines += ["", "Where the time of a step goes, in ms on rank 0 and on rank 1:", ""]
+    lines += [f"| two ranks | {' | '.join(GROUPS)} |", f"|---|{'--:|' * len(GROUPS)}"]
+    for name, runs in rounds.items():
+        cells = [
+            " and ".join(
+                f"{statistics.median(sum(run['actions'][rank].get(kind, 0.0) for kind in kinds) for run in runs):.1f}"
+                for rank in range(2)
+            )
+            for kinds in GROUPS.values()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", _about(measured)])
 
 

@@ -82,12 +82,13 @@ SEED = 1
 class Side(NamedTuple):
     """A training that stands ready.
 
-    share: which rows of a batch it trains on, as (rank, number of ranks) over which rows are divided; positions: which
+    rank: of this process among those of its side; share: which rows of a batch it trains on, as (rank, number of ranks) over which rows are divided; positions: which
     tokens of them, None for all; step: trains on this rank's part of a global batch with so many targets and returns a
     loss; meet: a meeting of its ranks; total: whether that loss is the whole one on every rank, else the sum over ranks
     is; before_model: bytes resident when everything was imported and the text was read; kernels: the level in use.
     """
 
+    rank: int
     share: tuple[int, int]
     positions: np.ndarray | None
     step: Callable[[Batch, int], float]
@@ -120,6 +121,7 @@ def mpitrain_side(task: Task) -> Side:
     rows = complete(task.schedule, ranks=task.pp, microbatches=task.microbatches, chunks=task.chunks)
     executor = Executor(model, optimizer, mesh, rows, clip=CLIP)
     return Side(
+        everyone.rank,
         (mesh.dp.rank, mesh.dp.size),
         model.positions_here,
         lambda batch, _: executor.step(batch),
@@ -153,6 +155,7 @@ def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
     Path("/proc/self/clear_refs").write_text("5")
     meet = dist.barrier if task.ranks > 1 else lambda: None
     return Side(
+        rank,
         (rank, task.ranks),
         None,
         lambda batch, targets: trainer.step(batch, targets).item(),
@@ -173,7 +176,7 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 
-    reply(total=side.total, before_model=side.before_model, kernels=side.kernels)
+    reply(rank=side.rank, total=side.total, before_model=side.before_model, kernels=side.kernels)
     for line in commands:
         command = json.loads(line)
         if "stop" in command:
@@ -192,6 +195,7 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         seen = watched(batches[warm:], side, targets, undisturbed) if command.get("watch") else {}
         reply(
             **seen,
+            rank=side.rank,
             seconds=seconds,
             cpu=after.cpu - before.cpu,
             cpu_in_all=_usage().cpu - begun.cpu,

@@ -87,7 +87,7 @@ class Stopwatch:
         return len(self._steps)
 
     def seconds(self) -> dict[str, float]:
-        """The time of this rank in each kind of action (`F`, `RECV_B`, `STEP`), in the mean of the steps that are kept."""
+        """The time of this rank in each kind of action (`F`, `RECV_B`, `STEP`), in the mean of the steps kept."""
         total: dict[str, float] = defaultdict(float)
         for step in self._steps:
             for span in step.spans:
