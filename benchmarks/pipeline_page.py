@@ -92,15 +92,17 @@ def _times(measured: Any) -> str:
     lines += ["", "Where the time of a step goes, in ms on rank 0 and on rank 1:", ""]
     lines += [f"| two ranks | {' | '.join(GROUPS)} |", f"|---|{'--:|' * len(GROUPS)}"]
     for name, runs in rounds.items():
-        cells = [
-            " and ".join(
-                f"{statistics.median(sum(run['actions'][rank].get(kind, 0.0) for kind in kinds) for run in runs):.1f}"
-                for rank in range(2)
-            )
-            for kinds in GROUPS.values()
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(_both_ranks(runs, kinds) for kinds in GROUPS.values())} |")
     return "\n".join([*lines, "", _about(measured)])
+
+
+def _both_ranks(runs: list[Any], kinds: tuple[str, ...]) -> str:
+    """Milliseconds of a step in some kinds of actions; nothing where neither rank has any."""
+    of_rank = (
+        statistics.median(sum(run["actions"][rank].get(kind, 0.0) for kind in kinds) for run in runs) for rank in (0, 1)
+    )
+    texts = [f"{ms:.1f}" for ms in of_rank]
+    return "" if texts == ["0.0", "0.0"] else " and ".join(texts)
 
 
 def _about(measured: Any) -> str:

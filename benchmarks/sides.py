@@ -82,10 +82,11 @@ SEED = 1
 class Side(NamedTuple):
     """A training that stands ready.
 
-    rank: of this process among those of its side; share: which rows of a batch it trains on, as (rank, number of ranks) over which rows are divided; positions: which
-    tokens of them, None for all; step: trains on this rank's part of a global batch with so many targets and returns a
-    loss; meet: a meeting of its ranks; total: whether that loss is the whole one on every rank, else the sum over ranks
-    is; before_model: bytes resident when everything was imported and the text was read; kernels: the level in use.
+    rank: of this process among those of its side; share: which rows of a batch it trains on, as (rank, number of ranks)
+    over which rows are divided; positions: which tokens of them, None for all; step: trains on this rank's part of a
+    global batch with so many targets and returns a loss; meet: a meeting of its ranks; total: whether that loss is the
+    whole one on every rank, else the sum over ranks is; before_model: bytes resident when everything was imported and
+    the text was read; kernels: the level in use.
     """
 
     rank: int

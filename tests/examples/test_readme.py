@@ -87,6 +87,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpirun -n 2 python examples/07_pipeline_timeline.py zb-h1",
         MPI,
     ),
+    "mpitrain local -n 2 examples/07_pipeline_timeline.py 1f1b": (
+        "mpitrain local -n 2 examples/07_pipeline_timeline.py 1f1b --microbatches 2",
+        "",
+    ),
+    "mpirun -n 2 python examples/07_pipeline_timeline.py zb-h1 --svg timeline.svg": (
+        "mpirun -n 2 python examples/07_pipeline_timeline.py zb-h1 --svg timeline.svg --microbatches 2",
+        MPI,
+    ),
     "python examples/08_find_a_deadlock.py": ("python examples/08_find_a_deadlock.py", ""),
     "mpitrain schedule": ("mpitrain schedule", ""),
     **{

@@ -120,6 +120,22 @@ def test_an_action_that_comes_again_begins_the_next_step_and_old_ones_are_forgot
         assert [len(lane) for lane in measured.spans] == [16, 16]
 
 
+def test_the_time_of_a_rank_by_kind_of_action_is_that_of_a_mean_step():
+    def run():
+        pipeline = executor("zb-h1", Mesh(world(), pp=2))
+        watch = Stopwatch(keep=2)
+        with listen(watch):
+            for step in range(3):
+                pipeline.step(batch(8, step=step))
+        both = [watch.gather(world(), step) for step in (0, 1)]
+        seconds = watch.seconds()
+        assert set(seconds) == {action.kind for action in pipeline.row}
+        work = sum(seconds[kind] for kind in COMPUTE)
+        assert 1e3 * work == pytest.approx(sum(step.busy[world().rank] for step in both) / 2)
+
+    LocalWorld(2).run(run)
+
+
 def test_a_step_that_was_not_watched_is_refused_on_every_rank():
     def run():
         watch = Stopwatch()
