@@ -14,7 +14,8 @@ from mpitrain.backend import DTYPES
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
-from mpitrain.config import Config, check_memory
+from mpitrain.config import Config
+from mpitrain.config_rules import check_memory
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
 from mpitrain.errors import DataError

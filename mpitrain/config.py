@@ -7,7 +7,7 @@ A field of `Config` is an option: its name, kind, default, range and help stand 
     Config(layers=4, lr=1e-3)                         Python
 
 A `Config` that exists is valid in itself: every value is in its range, and sizes that must divide one another do.  What
-takes the ranks to know is asked of `check_layout` and `check_memory`.
+takes the ranks to know is asked of `config_rules.check_layout` and `check_memory`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mpitrain.config_rules import check_settings
 from mpitrain.errors import ConfigError
 from mpitrain.options import (
     Interval,
@@ -183,7 +184,7 @@ class Config:
                 value = BUDGET
             # The class is frozen for its users; here it is still being made.
             object.__setattr__(self, name, option.convert(value, f"{option.flag} {show(value)}"))
-        _check(self)
+        check_settings(self)
 
     # -- what follows from the settings
 
@@ -316,206 +317,3 @@ def usage(program: str) -> str:
     """The list of options."""
     title = f"usage: {program} [options]\n\nTrains a language model; on as many ranks as it is started with."
     return help_text(title, {**OPTIONS, _FILE.name: _FILE}, GROUPS)
-
-
-# -------------------------------------------------------------------------------------------- what must go together
-
-
-def _check(config: Config) -> None:
-    """Refuse settings that are allowed one by one and do not go together."""
-    width, heads, batch, microbatches = config.width, config.heads, config.batch, config.microbatches
-    if width % heads:
-        near = max(heads, round(width / heads) * heads)
-        raise ConfigError(
-            f"--width {width} is not divisible by --heads {heads}: all heads must have the same size.  "
-            f"Try --width {near}."
-        )
-    if config.kv_heads is not None and heads % config.kv_heads:
-        raise ConfigError(
-            f"--heads {heads} is not divisible by --kv-heads {config.kv_heads}: every head of keys and values serves "
-            "as many heads of queries."
-        )
-    if batch % microbatches:
-        near = max(microbatches, round(batch / microbatches) * microbatches)
-        raise ConfigError(
-            f"--batch {batch} is not divisible by --microbatches {microbatches}: all micro-batches must have the same "
-            f"size.  Try --batch {near}{_or_microbatches(batch, microbatches)}."
-        )
-    if config.steps is not None and config.budget is not None:
-        raise ConfigError(
-            f"--steps {config.steps} and --budget {config.budget:g}: give one of the two; the budget only finds the "
-            "number of steps."
-        )
-    if config.warmup >= 1 and config.warmup != int(config.warmup):
-        raise ConfigError(
-            f"--warmup {config.warmup:g}: must be a share from 0 to below 1, or a whole number of steps from 1."
-        )
-    if config.steps is not None and config.warmup > config.steps:
-        raise ConfigError(f"--warmup {config.warmup:g}: must be from 0 to the number of steps, {config.steps}.")
-    if config.resume == "latest" and config.run is None:
-        raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
-
-
-def _or_microbatches(sequences: int, wanted: int, group: int = 1) -> str:
-    """` or --microbatches 4`: as many as divide a rank's sequences, a multiple of `group`; '' if there are none."""
-    fitting = [n for n in range(group, min(sequences, 2**16) + 1, group) if sequences % n == 0]
-    return f" or --microbatches {min(fitting, key=lambda n: abs(n - wanted))}" if fitting else ""
-
-
-def check_layout(config: Config, dp: int) -> None:
-    """Refuse sizes that cannot be cut evenly over the ranks.
-
-    Args:
-        config: the settings.
-        dp: ranks over which the batch is divided.
-
-    Raises:
-        ConfigError: batch, heads or sequence do not divide.
-    """
-    parts = dp * config.microbatches
-    if config.batch % parts:
-        near = max(parts, round(config.batch / parts) * parts)
-        raise ConfigError(
-            f"--batch {config.batch} is not divisible by {parts} (--dp {dp} x --microbatches {config.microbatches}): "
-            f"every micro-batch of every rank needs as many sequences.  Try --batch {near}"
-            + (_or_microbatches(config.batch // dp, config.microbatches) if config.batch % dp == 0 else "")
-            + "."
-        )
-    _check_heads(config)
-    _check_sequence(config)
-    _check_pipeline(config, dp)
-
-
-def _check_pipeline(config: Config, dp: int) -> None:
-    """What the schedule asks of the number of micro-batches, and of what it can go together with.
-
-    On one stage every schedule is the same work, so nothing is asked of it there.
-    """
-    pp, m, name = config.pp, config.microbatches, config.schedule
-    if config.stage_layers is not None:
-        _check_stage_layers(config)
-    if pp == 1:
-        return
-    for option, value, its in (("chunks", config.chunks, "interleaved"), ("slices", config.slices, "terapipe")):
-        if value not in (None, 1) and name != its:
-            raise ConfigError(f"--{option} {value} is for --schedule {its}; --schedule {name} has none.")
-    if config.num_chunks > 1 and m % pp:
-        fits = _or_microbatches(config.batch // dp, m, pp)
-        raise ConfigError(
-            f"--schedule interleaved: --microbatches {m} is not divisible by --pp {pp}: the stages of a rank take turns"
-            f" in groups of {pp}.  Try{fits.removeprefix(' or') + ', or' if fits else ''} --schedule 1f1b."
-        )
-    if name == "pipedream" and m != 1:
-        raise ConfigError(
-            f"--schedule pipedream updates after every batch, which is not cut: --microbatches {m} must be 1.  "
-            "pipedream-2bw adds up the gradients of several."
-        )
-    if name == "pipedream-2bw" and m < pp:
-        raise ConfigError(
-            f"--schedule pipedream-2bw: --microbatches {m} must be --pp {pp} or more, or two versions of the weights "
-            "do not suffice."
-        )
-    unfit = {
-        "pipedream": ("cp", "sequence_parallel", "clip", "tied"),
-        "pipedream-2bw": ("cp", "sequence_parallel"),
-        "terapipe": ("cp", "sequence_parallel"),
-    }
-    for option in unfit.get(name, ()):
-        value = getattr(config, option)
-        if value > (option == "cp"):
-            raise ConfigError(_refusal(name, option, value))
-    if config.num_slices > config.seq_len:
-        raise ConfigError(
-            f"--slices {config.num_slices}: a sequence of {config.seq_len} tokens has not so many slices."
-        )
-
-
-def _refusal(schedule: str, option: str, value: Any) -> str:
-    """Why a schedule does not go together with an option, and the way out."""
-    shown = f"{OPTIONS[option].flag}" + ("" if value is True else f" {value:g}")
-    why = {
-        "cp": "attention over several ranks needs whole steps and sequences; leave --cp out",
-        "sequence_parallel": "it goes together with --dp and --tp only; leave --sequence-parallel out",
-        "clip": "stages update at different times, so nobody knows the global norm: give --clip 0, or take "
-        "pipedream-2bw",
-        "tied": "the two stages that share the table update at different times: give --untied, or take pipedream-2bw",
-    }
-    return f"--schedule {schedule} and {shown}: {why[option]}."
-
-
-def _check_stage_layers(config: Config) -> None:
-    """Blocks of each stage: as many numbers as stages, which sum to the layers."""
-    given = config.stage_layers or ""
-    words = given.split(",")
-    stages = config.pp * config.num_chunks
-    if not all(word.isascii() and word.isdigit() and len(word) < 5 for word in words):
-        raise ConfigError(f"--stage-layers {show(given)}: must be whole numbers joined by commas, as 3,2,2,1.")
-    if len(words) != stages or sum(map(int, words)) != config.layers:
-        raise ConfigError(
-            f"--stage-layers {given}: blocks for {len(words)} of {stages} stages, {sum(map(int, words))} of the model's"
-            f" {config.layers}; give a number for each of the {stages}, 0 or more, whose sum is {config.layers}."
-        )
-
-
-def _check_heads(config: Config) -> None:
-    """Whole heads for every rank of tp, and with Ulysses of tp x cp."""
-    tp, heads = config.tp, config.heads
-    groups = config.kv_heads if config.kv_heads is not None else heads
-    if heads % tp:
-        raise ConfigError(f"--heads {heads} is not divisible by --tp {tp}: every rank needs whole heads.")
-    if groups % tp and tp % groups:
-        raise ConfigError(f"--kv-heads {groups} and --tp {tp}: one of the two must be a multiple of the other.")
-    here = heads // tp, max(1, groups // tp)
-    if config.cp_attention == "ulysses" and (here[0] % config.cp or here[1] % config.cp):
-        raise ConfigError(
-            f"--cp-attention ulysses cuts heads: {here[0]} heads of queries and {here[1]} of keys a rank of --tp are "
-            f"not both divisible by --cp {config.cp}.  Take --cp-attention ring, which cuts none."
-        )
-
-
-def _check_sequence(config: Config) -> None:
-    """As many tokens for every rank of cp, and with sequence parallelism for every rank of tp among them."""
-    cp, tp = config.cp, config.tp if config.sequence_parallel else 1
-    halves = 2 if config.cp_attention == "ring" and cp > 1 else 1
-    parts = math.lcm(halves * cp, cp * tp)
-    if config.seq_len % parts:
-        near = max(parts, round(config.seq_len / parts) * parts)
-        why = [f"--cp {cp}" + (" (ring attention gives each rank an early and a late part)" if halves == 2 else "")] * (
-            cp > 1
-        ) + [f"--tp {tp} with --sequence-parallel"] * (tp > 1)
-        raise ConfigError(
-            f"--seq-len {config.seq_len} is not divisible by {parts}: {' and '.join(why)}.  Try --seq-len {near}."
-        )
-
-
-def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: int, host_bytes: int) -> None:
-    """Refuse a model that certainly does not fit, before anything is allocated.
-
-    Counts what every rank holds at the least: its part of weights, gradients and two moments, and of the input of every
-    block for one micro-batch.
-
-    Args:
-        config: the settings.
-        num_parameters: of the whole model.
-        dp: ranks over which the batch is divided.
-        ranks_on_host: ranks that share `host_bytes` of memory.
-        host_bytes: memory of the host.
-
-    Raises:
-        ConfigError: it needs more than the host has.
-    """
-    size = 8 if config.dtype == "float64" else 4
-    moments = 2 if config.optimizer == "adamw" else 1
-    if config.pp > 1:  # those of the first stage, which keeps most
-        moments += {"pipedream": config.pp - 1, "pipedream-2bw": 1}.get(config.schedule, 0)
-    rows = config.batch // (dp * config.microbatches)
-    weights = (2 + moments) * num_parameters * size // (config.tp * config.pp)
-    stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
-    activations = rows * config.seq_len * config.width * config.layers * size // (stream * config.pp)
-    needed = (weights + activations) * ranks_on_host
-    if needed > host_bytes:
-        raise ConfigError(
-            f"--layers {config.layers} --width {config.width} --seq-len {config.seq_len} --batch {config.batch}: "
-            f"{num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks_on_host} ranks,\n"
-            f"but this machine has {host_bytes / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches."
-        )

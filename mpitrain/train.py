@@ -34,6 +34,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World, world
 from mpitrain.config import Config
+from mpitrain.config_rules import check_layout
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = None
     mesh = _mesh(ranks, config, found, flags)
-    settings.check_layout(config, mesh.dp.size)
+    check_layout(config, mesh.dp.size)
     Training(config, mesh, found, began).run()
     return 0
 

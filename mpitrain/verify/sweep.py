@@ -23,7 +23,8 @@ import numpy as np
 from mpitrain.assemble import build_executor, build_model, build_optimizer
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
-from mpitrain.config import OPTIONS, Config, check_layout
+from mpitrain.config import OPTIONS, Config
+from mpitrain.config_rules import check_layout
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.capture import Record

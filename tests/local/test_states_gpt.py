@@ -285,7 +285,8 @@ def told_stages(ranks, **how):
     ],
 )
 def test_what_a_stage_hands_on_in_another_state_than_its_boundary_says_is_found_there(how, change, said):
-    with meddled(0, change):
+    # Where the shape is another one too, that alone would be refused before.
+    with meddled(0, change), mock.patch("mpitrain.nn.module.check_outputs", lambda model, stage, batch, made: made):
         text = told_stages(4, pp=2, **how)
     assert re.match(r"at test_states_gpt.py:\d+: what stage 0 hands on is ", text)
     assert said in text
