@@ -41,7 +41,7 @@ def run(on_a_host: str, *scenario: str) -> Run:
 
 def test_every_message_arrives_between_hosts_too(on_a_host: str, tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("worker.py"))
-    with Launch(4, on_a_host, sys.executable, worker, "checks_comm", str(tmp_path), "0", timeout=90) as job:
+    with Launch(4, on_a_host, sys.executable, worker, "checks_comm", "CHECKS", str(tmp_path), "0", timeout=90) as job:
         job.wait().check()
 
 
