@@ -112,6 +112,7 @@ class Executor:
         self.empty_steps = 0  # steps in which no rank had a valid target
         self.links = Links(mesh.pp, self.checked.placement)
         self._steps = 0
+        self._broken = False
         self._axis = mesh.merged(DATA_AXES)
         self._running: Running | None = None
 
@@ -130,6 +131,7 @@ class Executor:
         Raises:
             DataError: in the first steps: ranks that work on the same rows were given other ones; on every rank.
             NumericsError: the loss or the gradient norm is not finite; on every rank, and no weight was changed.
+            ScheduleError: an error has ended the step before in the middle of a pipeline.
         """
         return self.run([batch])[0].loss
 
@@ -152,6 +154,11 @@ class Executor:
         return [report for batch in batches for report in self._run_row([batch])]
 
     def _run_row(self, batches: Sequence[Any]) -> list[StepReport]:
+        if self._broken:
+            raise ScheduleError(
+                "an error ended the step before in the middle, with messages between stages under way: this one would"
+                " take them for its own.\nGo on from a checkpoint, in a new start."
+            )
         self.model.start_step()
         if self._steps < CHECKED_STEPS:
             for batch in batches[: CHECKED_STEPS - self._steps]:
@@ -167,8 +174,8 @@ class Executor:
                 self._run_all(run)
             finally:
                 self._running = None
-                if self.versions is not None:
-                    self.versions.settle()  # after an error, too: who looks at a weight sees the newest
+                self._broken = self.mesh.pp.size > 1 and not run.at_end
+                self._update.settle()  # after an error, too: who looks at a weight sees the newest
         before, self._steps = self._steps, self._steps + len(batches)
         if before < CHECKED_STEPS <= self._steps:
             self.mesh.world.release_checks()
@@ -250,6 +257,7 @@ class Executor:
             tell(listeners, Event("action", "end", str(action), {**info, **run.made(action)}))
 
     def _run(self, action: Action, run: Running, place: int) -> None:
+        run.at_end = place == len(run.plan.row) - 1
         match action.kind:
             case "LOAD":
                 self._load(action, run)
@@ -276,7 +284,7 @@ class Executor:
                 number = action.micro or 0
                 report = self._update.make(number, run.losses[number], run.targets[number])
                 run.reports += [report] if report is not None else []
-        if place == len(run.plan.row) - 1:  # with the last action, so that who listens sees these messages in a step
+        if run.at_end:  # with the last action, so that who listens sees these messages in a step
             self.links.finish()
             run.reports += self._update.close(run.losses, run.targets)
 

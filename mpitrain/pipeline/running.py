@@ -79,6 +79,7 @@ class Running:
         arrived: what came for an F; inputs: the same as leaves; gradients: what came for a B, or is to be sent from the
             stage after; flying: between F and the end of backward; carries: between the slices of a micro-batch.
         posted: receives that were posted ahead.
+        at_end: whether it is at its last action, before which every message has been received.
     """
 
     def __init__(self, batches: Sequence[Any], plan: RowPlan) -> None:
@@ -95,6 +96,7 @@ class Running:
         self.flying: dict[Key, Flight] = {}
         self.carries: dict[tuple[int | None, int], Carry] = {}
         self.posted: dict[Action, list[Request]] = {}
+        self.at_end = False
 
     def part(self, action: Action) -> Any:
         """The micro-batch of an action, or its slice; None where it has none, or it is not loaded yet."""

@@ -146,6 +146,12 @@ class Update:
             )
         return reports
 
+    def settle(self) -> None:
+        """The row is over: who looks at a weight sees the newest; the steps of a row that failed are forgotten."""
+        self._waiting.clear()
+        if self.versions is not None:
+            self.versions.settle()
+
     def _once_on_tp(self, loss: float) -> float:
         """Ranks of a tp group hold the same loss; the first one's counts."""
         return loss if self._mesh.coords["tp"] == 0 else 0.0

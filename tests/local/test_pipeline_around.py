@@ -19,7 +19,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.data.tokens import Batch
 from mpitrain.debug.compare import compare
-from mpitrain.errors import ConfigError, ScheduleError, ShapeError
+from mpitrain.errors import ConfigError, NumericsError, ScheduleError, ShapeError
 from mpitrain.events import listen
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT, GPTConfig
@@ -481,3 +481,55 @@ def test_ranks_with_different_schedules_are_told_so_before_the_first_step(dp):
 
     with pytest.raises(ScheduleError, match=f"rank {2 * dp - 1} was given another schedule than rank 0"):
         LocalWorld(2 * dp).run(main)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_after_an_error_in_the_middle_of_a_row_no_step_takes_its_messages_for_its_own(pp):
+    """2BW agrees on each step, so all ranks stop where its loss is not finite, with later micro-batches under way."""
+
+    def main():
+        mesh = Mesh(world(), pp=pp)
+        model = GPT(GPTConfig(vocab=5, layers=2, width=8, heads=2, seq_len=4), mesh, dtype=np.float64)
+        before = [flat.weights.copy() for flat in model.flats]
+        executor = Executor(
+            model,
+            Sgd(model.parameters(), lr=1e200),
+            mesh,
+            lambda batches: complete("pipedream-2bw", ranks=pp, microbatches=2, batches=batches),
+            clip=1.0,
+            versions="previous",
+        )
+        tokens = np.ones((2, 4), np.int64)
+        batch = Batch(tokens, tokens, np.arange(2), np.arange(4), 0)
+        with pytest.raises(NumericsError, match="not finite"):
+            executor.run([batch] * 6)
+        for flat, weights in zip(model.flats, before, strict=True):
+            flat.weights[...] = weights
+        if pp > 1:
+            with pytest.raises(ScheduleError, match="with messages between stages under way"):
+                executor.step(batch)
+        else:
+            assert executor.step(batch) > 0
+
+    LocalWorld(pp).run(main)
+
+
+def test_a_step_that_was_refused_at_its_end_leaves_nothing_under_way():
+    def main():
+        mesh = Mesh(world(), pp=2)
+        model = GPT(GPTConfig(vocab=5, layers=2, width=8, heads=2, seq_len=4), mesh, dtype=np.float64)
+        before = [flat.weights.copy() for flat in model.flats]
+        rows = complete("1f1b", ranks=2, microbatches=2)
+        executor = Executor(model, Sgd(model.parameters(), lr=0.1), mesh, rows)
+        tokens = np.ones((2, 4), np.int64)
+        batch = Batch(tokens, tokens, np.arange(2), np.arange(4), 0)
+        for flat in model.flats:
+            flat.weights[...] = np.inf
+        with pytest.raises(NumericsError, match="not finite"):
+            executor.step(batch)
+        for flat, weights in zip(model.flats, before, strict=True):
+            flat.weights[...] = weights
+        return executor.step(batch)
+
+    first, second = LocalWorld(2).run(main)
+    assert first == second > 0
