@@ -39,7 +39,7 @@ from mpitrain.nn.module import Boundary, Module
 from mpitrain.nn.parameter import Parameter
 from mpitrain.parallel import context
 from mpitrain.parallel.sequence import SEQUENCE, between
-from mpitrain.parallel.stages import Links, pass_through
+from mpitrain.parallel.stages import Links, check_whole, pass_through, stages_here
 from mpitrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, cross_entropy
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.spec import INVARIANT, Shard, cut
@@ -95,8 +95,8 @@ class GPT(Module):
         self.positions_here = self._positions_here(config, cuts)
         self.partition = balance([1.0] * config.layers, mesh.pp.size) if partition is None else partition
         self.num_stages = self.partition.stages
-        self.stages = tuple(range(mesh.pp.rank, self.num_stages, mesh.pp.size))
-        self._check_stages(mesh)
+        self.stages = stages_here(self.partition, config.layers, mesh.pp)
+        self._check_forward()
         self.pp = mesh.pp
         self.links = Links(mesh.pp, [stage % mesh.pp.size for stage in range(self.num_stages)])
         width = config.width
@@ -143,9 +143,9 @@ class GPT(Module):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> Tensor:
+        check_whole(self)
         inputs: tuple[Tensor, ...] = ()
         for stage in range(self.num_stages):
-            self._check_here(stage)
             inputs = self._forward_stage(stage, batch, inputs, None)
         return inputs[0]
 
@@ -214,9 +214,9 @@ class GPT(Module):
         """
         self._check_length(inputs.shape[1])
         tokens = to_device(inputs, like=self.like)
+        check_whole(self)
         before: tuple[Tensor, ...] = ()
         for stage in range(self.num_stages):
-            self._check_here(stage)
             before = (self._stage(stage, tokens, this, *before),)
         return self._scores(before[0])
 
@@ -261,22 +261,10 @@ class GPT(Module):
                 f"a sequence of {length} tokens is longer than the model's {self.config.seq_len} positions"
             )
 
-    def _check_here(self, stage: int) -> None:
-        if stage not in self.stages:
-            raise ShapeError(
-                f"this rank of axis pp holds the stages {' '.join(map(str, self.stages))} of {self.num_stages}: stage"
-                f" {stage} is elsewhere.\nAn Executor runs them all: executor.step(batch), executor.evaluate(batches)."
-            )
-
-    def _check_stages(self, mesh: Mesh) -> None:
-        """Refuse a partition that is not one of this model over these ranks."""
-        layers, ranks = self.partition.layers, mesh.pp.size
-        if sum(layers) != self.config.layers:
-            raise ShapeError(f"a partition of {sum(layers)} blocks {layers} for a model of {self.config.layers}.")
-        if len(layers) % ranks:
-            raise ShapeError(f"{len(layers)} stages are not divisible by axis pp of size {ranks}.")
+    def _check_forward(self) -> None:
+        """Refuse a subclass whose forward no stage of a pipeline would run."""
         own = type(self)
-        if len(layers) > 1 and own.forward is not GPT.forward and own.forward_stage is GPT.forward_stage:
+        if self.num_stages > 1 and own.forward is not GPT.forward and own.forward_stage is GPT.forward_stage:
             raise ConfigError(
                 f"{own.__name__} has a forward of its own, which no stage of a pipeline would run.\n"
                 "Define forward_stage as well, which is given the stage's number and its inputs; or take one stage."

@@ -18,11 +18,11 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import to_device
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
-from mpitrain.errors import ShapeError
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, Linear
 from mpitrain.nn.loss import cross_entropy
 from mpitrain.nn.module import Boundary, Module
+from mpitrain.parallel.stages import check_whole, stages_here
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.spec import INVARIANT, Shard
@@ -74,13 +74,9 @@ class MLP(Module):
     ) -> None:
         super().__init__("mlp")
         self.width, *hidden, classes = sizes
-        ranks = mesh.pp.size
-        self.partition = balance([1.0] * len(hidden), ranks) if partition is None else partition
+        self.partition = balance([1.0] * len(hidden), mesh.pp.size) if partition is None else partition
         self.num_stages = self.partition.stages
-        if self.num_stages % ranks:
-            raise ShapeError(f"{self.num_stages} stages are not divisible by axis pp of size {ranks}.")
-        self.partition.check_fits(len(hidden), self.num_stages)
-        self.stages = tuple(range(mesh.pp.rank, self.num_stages, ranks))
+        self.stages = stages_here(self.partition, len(hidden), mesh.pp)
         here = [number for stage in self.stages for number in self.partition.range(stage)]
         self.blocks = [Block(f"blocks.{number}", self.width, hidden[number], mesh.tp) for number in here]
         self._block_at = dict(zip(here, self.blocks, strict=True))
@@ -114,12 +110,7 @@ class MLP(Module):
         Raises:
             ShapeError: some stages are on other ranks.
         """
-        if len(self.stages) < self.num_stages:
-            raise ShapeError(
-                f"this rank of axis pp holds the stages {' '.join(map(str, self.stages))} of {self.num_stages}, the"
-                " others are elsewhere.\n"
-                "An Executor runs all of them: executor.step(batch), executor.evaluate(batches)."
-            )
+        check_whole(self)
         x = self._features(inputs)
         for stage in self.stages:
             x = self._blocks_of(stage, x)

@@ -61,9 +61,8 @@ class GPTConfig:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, counted once."""
-        layer = (self.width + 1) * self._qkv_width + 9 * self.width**2 + 10 * self.width
-        head = 0 if self.tied else self.vocab * self.width
-        return self.vocab * self.width + head + self.seq_len * self.width + self.layers * layer + 2 * self.width
+        embedding, block, head = self.parameters_of_parts
+        return embedding + self.layers * block + head - (self.vocab * self.width if self.tied else 0)
 
     @property
     def parameters_of_parts(self) -> tuple[int, int, int]:
@@ -86,8 +85,8 @@ class GPTConfig:
     @property
     def flops_per_token(self) -> int:
         """Flops of the matrix products, forward and backward: 6 a weight, and 12 s h for attention."""
-        weights = self.layers * self.width * (self._qkv_width + 9 * self.width) + self.vocab * self.width
-        return 6 * weights + 12 * self.layers * self.seq_len * self.width
+        own, for_each_key = self.flops_of_a_token
+        return self.layers * (own + for_each_key * self.seq_len) + 6 * self.vocab * self.width
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,42 @@ from typing import Any
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_device
 from mpitrain.comm.communicator import Communicator, Request
-from mpitrain.nn.module import Boundary
+from mpitrain.errors import ShapeError
+from mpitrain.nn.module import Boundary, Module
+from mpitrain.pipeline.partition import Partition
 
 TAGS = 15_998  # those below the door's own, an even number
+
+
+def stages_here(partition: Partition, blocks: int, axis: Communicator) -> tuple[int, ...]:
+    """The stages that this rank holds, ascending: stage q is on rank q mod n of an axis of n.
+
+    Args:
+        partition: blocks of each stage.
+        blocks: of the model.
+        axis: the pp axis.
+
+    Raises:
+        ShapeError: it is a partition of another number of blocks, or the stages do not divide.
+    """
+    partition.check_fits(blocks, partition.stages)
+    if partition.stages % axis.size:
+        raise ShapeError(f"{partition.stages} stages are not divisible by axis pp of size {axis.size}.")
+    return tuple(range(axis.rank, partition.stages, axis.size))
+
+
+def check_whole(model: Module) -> None:
+    """Refuse to run a model as a whole on a rank that holds only some of its stages.
+
+    Raises:
+        ShapeError: others are elsewhere.
+    """
+    if len(model.stages) < model.num_stages:
+        raise ShapeError(
+            f"this rank of axis pp holds the stages {' '.join(map(str, model.stages)) or 'none'} of"
+            f" {model.num_stages}, the others are elsewhere.\n"
+            "An Executor runs all of them: executor.step(batch), executor.evaluate(batches)."
+        )
 
 
 class Links:

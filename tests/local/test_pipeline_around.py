@@ -359,8 +359,8 @@ def test_a_model_whose_stages_are_elsewhere_says_so():
         return str(error.value)
 
     first, last = LocalWorld(2).run(main)
-    assert "stage 1 is elsewhere" in first
-    assert "stage 0 is elsewhere" in last
+    assert "the stages 0 of 2, the others are elsewhere" in first
+    assert "the stages 1 of 2, the others are elsewhere" in last
 
 
 def test_rows_of_another_pipeline_are_refused():
