@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from mpitrain.backend import DTYPES
+from mpitrain.backend import dtype_of
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
@@ -93,7 +93,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         cp_attention=config.cp_attention,
         partition=partition,
         seed=config.seed,
-        dtype=DTYPES[config.dtype],
+        dtype=dtype_of(config.dtype),
     )
 
 
@@ -114,7 +114,7 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
             embedding, block, head = sizes.flops_of_parts
         case "measured" if stages > 1:
             rows = config.batch // (mesh.dp.size * config.microbatches)
-            found = measured_costs(sizes, rows, DTYPES[config.dtype], config.seed) if mesh.world.rank == 0 else None
+            found = measured_costs(sizes, rows, dtype_of(config.dtype), config.seed) if mesh.world.rank == 0 else None
             embedding, block, head = mesh.world.exchange(found)[0]
     return balance([block] * sizes.layers, stages, first=embedding, last=head)
 

@@ -17,7 +17,32 @@ import numpy as np
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share their interface but no base class
 
-DTYPES = {"float64": np.dtype(np.float64), "float32": np.dtype(np.float32)}
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+"""Names of the precisions in which a model can be held."""
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype of a name of `DTYPES`.
+
+    NumPy has no bfloat16; that of ml_dtypes is loaded when it is first asked for.
+    """
+    assert name in DTYPES, name
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def is_half(dtype: Any) -> bool:
+    """True for float16 and bfloat16: formats to store and to send, in which nothing is added up."""
+    dtype = np.dtype(dtype)
+    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to compute in: float32 for halves, else the dtype itself."""
+    return np.dtype(np.float32) if is_half(dtype) else np.dtype(dtype)
 
 
 def array_module(*arrays: Array) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 
 # 32 Ki float32 elements are 128 KiB: a block, its result and a scratch or two fit a 512 KiB second-level cache, and the
 # 1 us that a NumPy call costs is small against the 3 us and more that it works on the block.
@@ -18,11 +18,6 @@ VECTOR = 16_384  # elements of a block of an update: five float32 vectors of it 
 
 QUERIES = 64  # of one block of attention
 SCORES = 32_768  # of one block of attention
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype to compute in: float32 for half precision, else the dtype itself."""
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
 def rows_of(x: Array) -> tuple[int, int]:
