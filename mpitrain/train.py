@@ -232,7 +232,7 @@ class Training:
                 clock.tick(row)
                 for report in reports:
                     step += 1
-                    self.seen += report.targets
+                    self.seen += 0 if report.skipped else report.targets
                     val_loss = None
                     if step == steps or (eval_every and step % eval_every == 0):
                         val_loss = self._validate()
@@ -358,15 +358,16 @@ class Training:
     def _trial(self) -> tuple[float, float]:
         """Seconds of a step and of a validation, on the slowest rank; nothing is left of the steps that were timed."""
         config, dp = self.config, self.mesh.dp
-        before = [flat.weights.copy() for flat in self.model.flats]
+        before = [flat.masters.copy() for flat in self.model.flats]
         self.executor = build_executor(config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS)
         times = []
         positions = self.model.positions_here
         for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS, positions):
             times.append(seconds(lambda batch=batch: self.executor.step(batch)))
         validation = seconds(self._validate)
-        for flat, weights in zip(self.model.flats, before, strict=True):
-            flat.weights[...] = weights
+        for flat, masters in zip(self.model.flats, before, strict=True):
+            flat.masters[...] = masters
+            flat.refresh()
         slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
         return float(slowest[0]), float(slowest[1])
 
@@ -389,6 +390,8 @@ class Training:
         """Fill weights and optimizer from a checkpoint; the number of steps that are done."""
         tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_dict(), self.mesh.coords)
         saved = checkpoint.load(found, tensors, self.world)
+        for flat in self.model.flats:
+            flat.refresh()
         counts, data = [saved.get(name) for name in ("updates", "tokens")], saved.get("data")
         if not (isinstance(data, dict) and isinstance(data.get("sha256"), str) and all(type(n) is int for n in counts)):
             raise CheckpointError(f"{found} is damaged: its manifest lacks updates, tokens or the text's sha256.")

@@ -93,7 +93,7 @@ def slabs_of(
     slabs = []
     for p in parameters:
         counted = counted_here(p.spec, coords)
-        arrays = {"weight": p.data, **{kind: named[p.name] for kind, named in states.items()}}
+        arrays = {"weight": p.master, **{kind: named[p.name] for kind, named in states.items()}}
         slabs += [SlabRef(f"{kind}/{p.name}", p.full_shape, p.rectangle, a, counted) for kind, a in arrays.items()]
     return slabs
 

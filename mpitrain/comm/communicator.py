@@ -423,6 +423,11 @@ class Communicator:
             total[name] = total.get(name, 0) + count
         return {verb: round(count) for verb, count in total.items()}
 
+    @property
+    def scratch(self) -> int:
+        """Bytes of buffers that it keeps between messages, for sums in rank order."""
+        return self._sums.pool.held
+
     def _second(self) -> Route:
         """A second group of the same ranks, for the second halves of sums in flight."""
         return Route(self.transport.group(tuple(range(self.size)), f"{self.name} (second)"), self.mode)
@@ -528,6 +533,7 @@ class Communicator:
         return {
             "axis": self.name,
             "size": self.size,
+            "ranks": self.ranks,
             "number": number,
             "peer": peer,
             "array": a,

@@ -89,6 +89,12 @@ class Mesh:
             self._merged[axes] = self.world.group(self._members(axes), _name(axes))
         return self._merged[axes]
 
+    @property
+    def scratch(self) -> int:
+        """Bytes that the axes keep between messages, for sums in rank order."""
+        axes = {id(axis): axis for axis in (*self._merged.values(), self.ends, self.world)}
+        return sum(axis.scratch for axis in axes.values())
+
     # -- ranks and coordinates
 
     def rank_of(self, coords: Mapping[str, int]) -> int:

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpitrain.backend import Pool
+from mpitrain.backend import Pool, is_half
 from mpitrain.comm.chunked import Route, Several
 from mpitrain.comm.transport import Array, Pending, Unfinished
-from mpitrain.comm.wire import is_half, on_wire
+from mpitrain.comm.wire import on_wire
 
 SMALL = 64 * 1024  # bytes: below, latency counts and one message is better than two
 SLICE = 2 * 1024 * 1024  # bytes of a rank's slice that a blocking sum takes at a time, so that its scratch stays small

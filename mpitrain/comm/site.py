@@ -13,7 +13,8 @@ from itertools import islice
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
-_PLUMBING = tuple(_PACKAGE + part for part in ("comm/", "autograd/", "nn/", "debug/", "collectives.py", "events.py"))
+_PARTS = ("comm/", "autograd/", "nn/", "debug/", "collectives.py", "events.py", "pipeline/hunter.py")
+_PLUMBING = tuple(_PACKAGE + part for part in _PARTS)
 _FACTOR, _MASK = 1000003, (1 << 64) - 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import array_module, to_device, to_host
+from mpitrain.backend import array_module, is_half, to_device, to_host
 from mpitrain.comm.transport import Array, DType
 from mpitrain.errors import CommError, ShapeError
 
@@ -54,11 +54,6 @@ def on_wire(a: Array) -> Array:
         raise CommError(f"an array of dtype {dtype} cannot travel: its elements have {dtype.itemsize} bytes")
     bits: Array = a.view(_BITS[dtype.itemsize])
     return bits
-
-
-def is_half(dtype: DType) -> bool:
-    """True for float16 and bfloat16: they travel as bits and are summed in float32."""
-    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
 
 
 def is_inexact(dtype: DType) -> bool:

@@ -182,13 +182,13 @@ class _Course:
             [p.name, list(p.full_shape), [[s.start, s.stop] for s in p.rectangle], p.decay] for p in self.parameters
         ]
         facts = {"rank": rank, "executor": self.number, "sizes": dict(mesh.sizes), "coords": dict(mesh.coords)}
-        weights = _vector(p.data for p in self.parameters)
+        weights = _vector(p.master for p in self.parameters)
         return Record({"is": "begin", **facts, "parameters": slabs}, {"weight": weights})
 
     def step(self, executor: Executor, batch: int) -> None:
         """A step has ended; its numbers may not be known yet."""
         record = self._record()
-        record.arrays["weight"] = _vector(p.data for p in self.parameters)
+        record.arrays["weight"] = _vector(p.master for p in self.parameters)
         for kind, of in executor.optimizer.state_dict().items():
             record.arrays[kind] = _vector(of[p.name] for p in self.parameters)
         record.facts["batch"] = batch

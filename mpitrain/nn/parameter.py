@@ -4,6 +4,12 @@ A Parameter is abstract first: a name, the shape of the full tensor, a `Spec` th
 initialiser.  `Module.materialize` gives it this rank's slab.  Values and gradients of all parameters that are summed
 over the same axes lie in two flat buffers (`Flat`), in the order of the model: so one message reduces them all, a
 bucket is a slice, and the optimizer passes over long arrays.
+
+A half-precision weight exists twice: as the halves with which the model computes, and as the float32 *master* that the
+optimizer updates and a checkpoint keeps, since an update below 2^-11 of a half would be lost.  Its gradient is float32,
+in which micro-batches add up.
+
+Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.1 (master weights).
 """
 
 from __future__ import annotations
@@ -13,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain import kernels
 from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, is_half, wide
 from mpitrain.errors import ShapeError
 from mpitrain.spec import Spec, State, slab, slab_shape
 
@@ -43,13 +50,29 @@ class Parameter(Tensor):
         init: makes the initial values of any slab.
         decay: whether weight decay applies (matrices and embeddings: yes; biases and norms: no).
 
+    Attributes:
+        in_full: keep it in at least float32 where the model is of half precision; set before `materialize`.
+
     After `materialize`: `.data` and `.grad` are this rank's slab (views of flat buffers), `.rectangle` its slices in
-    the full tensor.  `.grad` holds the gradient only if `.touched`: the first gradient of a step overwrites.  `.writes`
-    counts in-place writes into the array that is `.data`, so that a tape notices a weight that changed under it;
-    whoever exchanges the array exchanges the count with it.
+    the full tensor, `.master` what an update changes.  `.grad` and `.master` are float32 where `.data` is a half; else
+    the master is the data itself.  `.grad` holds the gradient only if `.touched`: the first gradient of a step
+    overwrites.  `.writes` counts in-place writes into the array that is `.data`, so that a tape notices a weight that
+    changed under it; whoever exchanges the array exchanges the count with it.
     """
 
-    __slots__ = ("decay", "full_shape", "grad", "init", "name", "rectangle", "spec", "touched", "writes")
+    __slots__ = (
+        "_master",
+        "decay",
+        "full_shape",
+        "grad",
+        "in_full",
+        "init",
+        "name",
+        "rectangle",
+        "spec",
+        "touched",
+        "writes",
+    )
 
     is_parameter = True
 
@@ -72,9 +95,25 @@ class Parameter(Tensor):
         self.rectangle: tuple[slice, ...] = ()
         super().__init__(np.empty(0), requires_grad=True)
         self.weight_side = True
+        self.in_full = False
         self.grad: Array = self.data
+        self._master: Array | None = None
         self.touched = False
         self.writes = Writes()
+
+    @property
+    def master(self) -> Array:
+        """The weights that the optimizer updates: `.data`, or in float32 what `.data` is the rounding of."""
+        return self.data if self._master is None else self._master
+
+    def bind(self, data: Array, master: Array | None, grad: Array) -> None:
+        """Take views of flat buffers; a master is given where data are halves."""
+        self.data, self._master, self.grad = data, master, grad
+
+    def refresh(self) -> None:
+        """Make `.data` the rounding of the master again, after the master was written."""
+        if self._master is not None:
+            kernels.narrow(self._master, self.data.dtype, out=self.data)
 
     @property
     def version(self) -> int:
@@ -109,8 +148,13 @@ class Flat:
     """Values and gradients of parameters that are summed over the same axes, one after the other.
 
     Args:
-        parameters: in the model's order; each gets views of the two buffers.
+        parameters: in the model's order; each gets views of the buffers.
         axes: the atomic axes over whose merge their gradients are summed.
+        dtype: of the values.
+
+    Attributes:
+        weights: with which the model computes.
+        grads: in at least float32.
     """
 
     def __init__(self, parameters: Sequence[Parameter], axes: tuple[str, ...], dtype: Any, xp: Any) -> None:
@@ -119,9 +163,22 @@ class Flat:
         sizes = [int(np.prod(slab_shape(p.rectangle), dtype=np.int64)) for p in self.parameters]
         self.offsets = [int(offset) for offset in np.cumsum([0, *sizes])]
         self.weights = xp.empty(self.offsets[-1], dtype)
-        self.grads = xp.zeros(self.offsets[-1], dtype)
-        for p, data, grad in zip(self.parameters, self.views(self.weights), self.views(self.grads), strict=True):
-            p.data, p.grad = data, grad
+        self._masters = xp.empty(self.offsets[-1], wide(dtype)) if is_half(dtype) else None
+        self.grads = xp.zeros(self.offsets[-1], wide(dtype))
+        masters = [None] * len(sizes) if self._masters is None else self.views(self._masters)
+        parts = zip(self.views(self.weights), masters, self.views(self.grads), strict=True)
+        for p, (data, master, grad) in zip(self.parameters, parts, strict=True):
+            p.bind(data, master, grad)
+
+    @property
+    def masters(self) -> Array:
+        """What the optimizer updates: the weights, or what they are the rounding of."""
+        return self.weights if self._masters is None else self._masters
+
+    def refresh(self) -> None:
+        """Make the weights the rounding of the masters again, after masters were written."""
+        if self._masters is not None:
+            kernels.narrow(self._masters, self.weights.dtype, out=self.weights)
 
     def views(self, vector: Array) -> list[Array]:
         """Each parameter's part of a vector that lies as the buffers do, in the parameter's shape."""
@@ -144,15 +201,17 @@ def materialize(
     numbers.
 
     Returns:
-        One `Flat` for each set of axes over which gradients are summed, in order of first appearance.
+        One `Flat` for each set of axes over which gradients are summed and each dtype, in order of first appearance.
     """
-    groups: dict[tuple[str, ...], list[Parameter]] = {}
+    groups: dict[tuple[tuple[str, ...], Any], list[Parameter]] = {}
     for p in parameters:
         p.rectangle = slab(p.full_shape, p.spec, coords, sizes)
-        groups.setdefault(p.spec.replicate_axes(), []).append(p)
-    flats = [Flat(members, axes, dtype, xp) for axes, members in groups.items()]
+        stored = wide(dtype) if p.in_full else np.dtype(dtype)
+        groups.setdefault((p.spec.replicate_axes(), stored), []).append(p)
+    flats = [Flat(members, axes, stored, xp) for (axes, stored), members in groups.items()]
     for p in parameters:
-        p.data[...] = xp.asarray(p.init(p.name, p.full_shape, p.rectangle, seed).astype(dtype))
+        p.master[...] = xp.asarray(p.init(p.name, p.full_shape, p.rectangle, seed).astype(wide(dtype)))
+        p.refresh()
         p.touched = False
         p.version = 0
     return flats

@@ -15,8 +15,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from mpitrain import kernels
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, to_host
 from mpitrain.nn.parameter import Parameter
 
 
@@ -60,7 +62,14 @@ def clip(
 
 def sum_of_squares(arrays: Iterable[Array]) -> float:
     """Sum of the squares of all elements, in float64; infinity or NaN where an element is."""
-    return float(sum(kernels.sum_of_squares(array) for array in arrays))  # a device is waited for once
+    return sum(squares(arrays))
+
+
+def squares(arrays: Iterable[Array]) -> list[float]:
+    """For each array the sum of the squares of its elements, in float64; infinity or NaN where an element is."""
+    found = [kernels.sum_of_squares(array) for array in arrays]
+    xp = array_module(*found)
+    return [float(value) for value in (found if xp is np else to_host(xp.stack(found)))]  # a device is waited for once
 
 
 def global_norm(local_squares: float, sum_over_ranks: Callable[[float], float]) -> float:

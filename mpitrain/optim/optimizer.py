@@ -2,7 +2,7 @@
 
 The mathematics of a method is a pure function over plain vectors (`kernels.adamw`, `sgd.momentum`).  Here stands the
 loop that feeds it runs of neighbouring parameters.  State lies in one flat buffer a kind, in the order of the
-parameters.
+parameters, in the dtype of the masters: at least float32, in which an epsilon of 1e-8 is not 0.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain import kernels
 from mpitrain.backend import Array, array_module
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
@@ -31,12 +32,13 @@ class Optimizer(ABC):
     """Base of the optimizers.
 
     Args:
-        parameters: what to train, in the order of the model; materialised, of one dtype.
+        parameters: what to train, in the order of the model; materialised, their masters of one dtype.
         lr: learning rate of a `step` that is given none.
         weight_decay: applies to the parameters with `decay`.
 
     Attributes:
         kinds: names of the state vectors that the method keeps for each weight.
+        never_negative: those of them that are means of squares.
         updates: number of updates made; successes, not attempts.
         joined: the runs of the last step; joined anew by a step that finds other arrays.
 
@@ -45,6 +47,7 @@ class Optimizer(ABC):
     """
 
     kinds: tuple[str, ...] = ()
+    never_negative: tuple[str, ...] = ()
 
     def __init__(self, parameters: Iterable[Parameter], *, lr: float, weight_decay: float) -> None:
         require("lr", lr, lr >= 0, "0 or more")
@@ -53,7 +56,7 @@ class Optimizer(ABC):
         self.lr = lr
         self.weight_decay = weight_decay
         self.updates = 0
-        weights = [p.data for p in self.parameters]
+        weights = [p.master for p in self.parameters]
         dtypes = {array.dtype for array in weights}
         assert len(dtypes) <= 1, f"parameters of one optimizer have one dtype, not {sorted(map(str, dtypes))}"
         xp, dtype = array_module(*weights), next(iter(dtypes), np.dtype(np.float64))
@@ -78,6 +81,8 @@ class Optimizer(ABC):
             stop = run.start + run.weights.size
             state = [vector[run.start : stop] for vector in self._state.values()]
             self._update(run.weights, run.grads, *state, lr=rate, decay=decay)
+            if run.halves is not None:
+                kernels.narrow(run.weights, run.halves.dtype, out=run.halves)
         for p in self.parameters:
             p.version += 1
 
@@ -87,7 +92,7 @@ class Optimizer(ABC):
 
     def _current_runs(self) -> Sequence[Run]:
         """The runs, joined again where a parameter's arrays were exchanged since the last step."""
-        arrays = [array for p in self.parameters for array in (p.data, p.grad)]
+        arrays = [array for p in self.parameters for array in (p.data, p.master, p.grad)]
         known = self.joined.arrays
         if len(arrays) != len(known) or any(a is not b for a, b in zip(arrays, known, strict=True)):
             self.joined = Joined(arrays, join(self.parameters))

@@ -19,13 +19,15 @@ class Run(NamedTuple):
     """Consecutive parameters as vectors.
 
     Attributes:
-        weights, grads: 1-d views.
+        weights, grads: 1-d views; weights are the masters.
+        halves: the rounding of the weights, with which the model computes; None where that is the weights themselves.
         start: number of elements of the parameters before it, in the order given.
         decay: whether weight decay applies.
     """
 
     weights: Array
     grads: Array
+    halves: Array | None
     start: int
     decay: bool
 
@@ -38,9 +40,8 @@ def join(parameters: Sequence[Parameter]) -> list[Run]:
     for p in parameters:
         if p.data.size == 0:
             continue
-        assert p.data.flags.c_contiguous, p
-        assert p.grad.flags.c_contiguous, p
-        assert (p.grad.shape, p.grad.dtype) == (p.data.shape, p.data.dtype), p
+        assert all(array.flags.c_contiguous for array in (p.data, p.master, p.grad)), p
+        assert (p.grad.shape, p.grad.dtype) == (p.master.shape, p.master.dtype), p
         if group and not _continues(group[-1], p):
             runs.append(_run(group, end))
             group = []
@@ -50,7 +51,10 @@ def join(parameters: Sequence[Parameter]) -> list[Run]:
 
 
 def _continues(before: Parameter, p: Parameter) -> bool:
-    return p.decay == before.decay and _adjoins(before.data, p.data) and _adjoins(before.grad, p.grad)
+    return p.decay == before.decay and all(
+        _adjoins(of_before, of_p)
+        for of_before, of_p in ((before.data, p.data), (before.master, p.master), (before.grad, p.grad))
+    )
 
 
 def _adjoins(before: Array, array: Array) -> bool:
@@ -66,8 +70,9 @@ def _adjoins(before: Array, array: Array) -> bool:
 
 
 def _run(group: list[Parameter], end: int) -> Run:
-    size = sum(p.data.size for p in group)
-    return Run(_vector(group[0].data, size), _vector(group[0].grad, size), end - size, group[0].decay)
+    size, first = sum(p.data.size for p in group), group[0]
+    halves = None if first.master is first.data else _vector(first.data, size)
+    return Run(_vector(first.master, size), _vector(first.grad, size), halves, end - size, first.decay)
 
 
 def _vector(first: Array, size: int) -> Array:

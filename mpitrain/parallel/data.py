@@ -5,7 +5,7 @@ all axes where the parameter is Replicate*.  Nothing else happens to a gradient 
 in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).  A parameter
 that the two end stages of a pipeline share needs a second step, once a step of training: `sum_over_ends`.
 
-All reductions are sums.  The mean is taken once, in the seed of backward, which is one over the number of targets of
+All reductions are sums, and gradients of halves travel as halves (`as_sent`).  The mean is taken once, in the seed of backward, which is one over the number of targets of
 the whole step on all ranks.
 
     FlatReducer       waits for the last backward, then one all-reduce a flat buffer
@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from mpitrain import kernels
+from mpitrain.backend import Array, is_half
 from mpitrain.comm.communicator import Communicator, Request
 from mpitrain.comm.mesh import Mesh
 from mpitrain.nn.parameter import Flat, Parameter
@@ -57,7 +59,7 @@ class FlatReducer:
         for flat, axis in self._work:
             settle(flat.parameters)
             if flat.axes:
-                axis.all_reduce(flat.grads, out=flat.grads)
+                axis.all_reduce(as_sent(flat.grads, flat.weights), out=flat.grads)
 
 
 class BucketedReducer:
@@ -113,14 +115,15 @@ class _Bucket:
 
     def __init__(self, flat: Flat, first: int, last: int, axis: Communicator) -> None:
         self.parameters = flat.parameters[first:last]
-        self.grads = flat.grads[flat.offsets[first] : flat.offsets[last]]
+        part = slice(flat.offsets[first], flat.offsets[last])
+        self.grads, self.weights = flat.grads[part], flat.weights[part]
         self.axis = axis
         self.missing = set(self.parameters)
         self.request: Request | None = None
 
     def start(self) -> None:
         settle(self.parameters)
-        self.request = self.axis.iall_reduce(self.grads, out=self.grads)
+        self.request = self.axis.iall_reduce(as_sent(self.grads, self.weights), out=self.grads)
 
     def wait(self) -> None:
         assert self.request is not None
@@ -140,7 +143,15 @@ def sum_over_ends(parameters: Iterable[Parameter], mesh: Mesh) -> None:
     for p in parameters:
         if p.spec.tied:
             p.settle()
-            mesh.ends.all_reduce(p.grad, out=p.grad)
+            mesh.ends.all_reduce(as_sent(p.grad, p.data), out=p.grad)
+
+
+def as_sent(grads: Array, weights: Array) -> Array:
+    """Gradients in the dtype in which they travel: that of the weights.
+
+    Those of halves are float32 and are sent as halves; the door adds them up in float32, and the sum stays float32.
+    """
+    return kernels.narrow(grads, weights.dtype) if is_half(weights.dtype) else grads
 
 
 def settle(parameters: Iterable[Parameter]) -> None:
@@ -151,7 +162,7 @@ def settle(parameters: Iterable[Parameter]) -> None:
 
 def _cut_from_the_end(flat: Flat, bucket_bytes: int) -> list[tuple[int, int]]:
     """Ranges of parameters (first, last + 1), from the last to the first, each of at least `bucket_bytes`."""
-    itemsize = flat.grads.dtype.itemsize
+    itemsize = flat.weights.dtype.itemsize
     ranges = []
     last = len(flat.parameters)
     for first in range(len(flat.parameters) - 1, -1, -1):

@@ -100,10 +100,10 @@ def check_replicas(parameters: Sequence[Parameter], mesh: Mesh, when: str) -> No
 
 def _compare(members: Sequence[Parameter], axis: Communicator, when: str) -> None:
     """Compare what the ranks of an axis hold of these parameters."""
-    if len(set(axis.exchange(_digest(p.data for p in members)))) == 1:
+    if len(set(axis.exchange(_digest(p.master for p in members)))) == 1:
         return
     for p in members:
-        found = axis.exchange(_digest([p.data]))
+        found = axis.exchange(_digest([p.master]))
         odd = [rank for rank, digest in zip(axis.ranks, found, strict=True) if digest != found[0]]
         if odd:
             raise StateError(

@@ -33,6 +33,7 @@ from mpitrain.events import LISTENERS, Event, tell
 from mpitrain.nn.module import Module
 from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.scaler import LossScaler, Scaler
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
 from mpitrain.parallel.stages import Links, pass_through
@@ -69,8 +70,10 @@ class Executor:
             forward takes the newest version of its stage's weights, or the one before that of its batch
             (mpitrain.optim.versions).
         slices: lengths into which the sequences of a micro-batch are cut; None: they stay whole.
+        scaler: of the gradients; None: for a float16 model a `LossScaler`, for any other none.
 
     Attributes:
+        scaler: the one in force.
         checked: what the checker found out about the rows.
         versions: of the weights; None where steps do not overlap.
 
@@ -91,6 +94,7 @@ class Executor:
         lr: Callable[[int], float] | None = None,
         versions: str | None = None,
         slices: Sequence[int] | None = None,
+        scaler: Scaler | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -107,7 +111,8 @@ class Executor:
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
         self.reducer = reducer if reducer is not None else FlatReducer(model.flats, mesh)
-        self._update = Update(model, optimizer, mesh, clip, lr, versions)
+        self.scaler = LossScaler() if scaler is None and model.like.dtype == np.float16 else scaler
+        self._update = Update(model, optimizer, mesh, clip, lr, versions, self.scaler)
         self.versions = self._update.versions
         self.empty_steps = 0  # steps in which no rank had a valid target
         self.links = Links(mesh.pp, self.checked.placement)
@@ -197,6 +202,11 @@ class Executor:
         not used yet, outputs that have not been received yet.
         """
         return self.links.unsent + (0 if self._running is None else self._running.nbytes)
+
+    @property
+    def arrived(self) -> list[Array]:
+        """What neighbouring stages made, also those of this rank, and nobody has used yet."""
+        return [] if self._running is None else self._running.between_stages
 
     def _plan(self, batches: int) -> RowPlan:
         """The checked rows for so many batches."""
@@ -368,7 +378,8 @@ class Executor:
             (loss,) = flight.outputs
             targets = run.targets[run.plan.batch_of(action)]
             # The one place where the mean is taken: d(mean loss)/d(sum of losses) = 1 / targets of the whole step.
-            gradients = [array_module(loss.data).full_like(loss.data, 1.0 / targets if targets else 0.0)]
+            seed = 1.0 if self.scaler is None else self.scaler.seed
+            gradients = [array_module(loss.data).full_like(loss.data, seed / targets if targets else 0.0)]
         else:
             gradients = run.gradients.pop(key)
         seeds, untouched = flight.seeds(gradients)

@@ -1,7 +1,8 @@
 """The end of a step: the norm of its gradients, clipping, the optimizer, and what the step did.
 
-In a step whose ranks all wait for its end they agree by one small all-reduce: the loss, and the squares of the
-gradients.  Where steps overlap, the stages of a pipeline update at different times; nobody waits then, and the row ends
+In a step whose ranks all wait for its end they agree by one small all-reduce: the loss, the squares of the gradients,
+and who has one that is not finite.  Where gradients are scaled such a step is skipped by all ranks, else it is an
+error.  Where steps overlap, the stages of a pipeline update at different times; nobody waits then, and the row ends
 with one message about all its steps.  Clipping needs the norm of each step, so with it they meet at every update.
 """
 
@@ -14,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.backend import Array
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.nn.module import Module
-from mpitrain.optim.clip import clip, first_not_finite, sum_of_squares
+from mpitrain.optim.clip import coefficient, first_not_finite, scale, squares
 from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.scaler import Scaler
 from mpitrain.optim.versions import Versions
 
 
@@ -26,14 +29,17 @@ from mpitrain.optim.versions import Versions
 class StepReport:
     """What one step did; the same on every rank.
 
-    loss: mean over all valid targets of the step, in nats; grad_norm: global, before clipping; lr: used in this step;
-    targets: how many counted.
+    loss: mean over all valid targets of the step, in nats; grad_norm: global, without the scale and before clipping;
+    lr: used in this step; targets: how many counted; skipped: whether gradients overflowed, so that no weight was
+    changed; scale: of the gradients in this step, 1 where they have none.
     """
 
     loss: float
     grad_norm: float
     lr: float
     targets: int
+    skipped: bool = False
+    scale: float = 1.0
 
 
 class Update:
@@ -46,13 +52,14 @@ class Update:
         clip: largest global gradient norm; 0 leaves gradients alone.
         lr: learning rate by number of updates done; the optimizer's own constant unless given.
         rule: of the versions of the weights where steps overlap ("newest", "previous"); None: they do not.
+        scaler: of the gradients; None: they have no scale.
 
     Attributes:
         versions: of the weights; None where steps do not overlap.
         report: of the last step of which it is known what it did, also where that was no good.
 
     Raises:
-        ScheduleError: the rule does not go together with clipping or tied weights.
+        ScheduleError: the rule does not go together with clipping, scaling or tied weights.
     """
 
     def __init__(
@@ -63,11 +70,13 @@ class Update:
         clip: float,
         lr: Callable[[int], float] | None,
         rule: str | None,
+        scaler: Scaler | None = None,
     ) -> None:
-        if rule == "newest" and (clip or any(p.spec.tied for p in model.parameters())):
+        if rule == "newest" and (clip or scaler is not None or any(p.spec.tied for p in model.parameters())):
             raise ScheduleError(
-                "stages that update with their newest weights do so at different times: no global norm is known, and"
-                " tied weights cannot be kept equal.\nLeave out clip and tie no weights, or take versions='previous'."
+                "stages that update with their newest weights do so at different times: no global norm is known, no"
+                " step can be skipped by all, and tied weights cannot be kept equal.\n"
+                "Leave out clip, scale no gradients (float16) and tie no weights, or take versions='previous'."
             )
         self.versions = None if rule is None else Versions(model.flats, optimizer, rule)
         self.report: StepReport | None = None
@@ -76,8 +85,10 @@ class Update:
         self._mesh = mesh
         self._clip = clip
         self._lr = lr
-        self._counted = [p for p in model.parameters() if self._counts(p)]
-        self._waiting: dict[int, tuple[float, float]] = {}  # step of the row -> squares of this rank, learning rate
+        self._scaler = scaler
+        self._parameters = model.parameters()
+        self._counted = [p for p in self._parameters if self._counts(p)]
+        self._waiting: dict[int, tuple[Array, float]] = {}  # step of the row -> what this rank measured, learning rate
 
     def make(self, number: int, loss: float, targets: int) -> StepReport | None:
         """Norm, clipping, optimizer.
@@ -95,30 +106,63 @@ class Update:
         """
         lr = self._lr(self._optimizer.updates) if self._lr is not None else self._optimizer.lr
         report = None
-        if self.versions is None or self._clip:
+        if self.versions is None or self._clip or self._scaler is not None:
             report = self._agree(loss, targets, lr)
         else:
-            self._waiting[number] = sum_of_squares(p.grad for p in self._counted), lr
+            self._waiting[number] = self._measure([1.0])[1:], lr
         if self.versions is not None:
             self.versions.renew()
-        self._optimizer.step(lr)
+        if report is None or not report.skipped:
+            self._optimizer.step(lr)
         if self.versions is not None:
             self._model.start_step()
         return report
 
     def _agree(self, loss: float, targets: int, lr: float) -> StepReport:
-        """Norm over all ranks and clipping.  One small all-reduce; every rank gets the same bits."""
-        mine, found = self._once_on_tp(loss), np.zeros(2)
+        """Unscaling, norm over all ranks, clipping.  One small all-reduce; every rank gets the same bits.
 
-        def sum_over_ranks(squares: float) -> float:
-            found[:] = self._mesh.world.all_reduce(np.array([mine, squares]))
-            return float(found[1])
-
-        grads = [flat.grads for flat in self._model.flats]
-        norm = clip((p.grad for p in self._counted), grads, self._clip or None, sum_over_ranks).norm
-        report = self.report = StepReport(mean(found[0], targets), norm, lr, targets)
-        self._refuse_if_not_finite(report, self._optimizer.updates, "No weight was changed by this step.")
+        That gradients are finite is asked of all that a rank holds, also of those that another one counts.
+        """
+        scaler = self._scaler
+        inverses = [1.0] if scaler is None else [scaler.inverse(group) for group in range(scaler.groups)]
+        mine = self._measure(inverses)
+        mine[0] = self._once_on_tp(loss)
+        found = self._mesh.world.all_reduce(mine)
+        bad = [bool(flag) for flag in found[2:]]
+        norm = math.nan if any(bad) else math.sqrt(found[1])
+        skipped = scaler is not None and any(bad)
+        shown = 1.0 if scaler is None else scaler.shown
+        report = self.report = StepReport(mean(found[0], targets), norm, lr, targets, skipped, shown)
+        if not math.isfinite(report.loss) or (any(bad) and scaler is None):
+            self._refuse(report, self._optimizer.updates, "No weight was changed by this step.")
+        why = None if scaler is None else scaler.settle(bad)
+        if why is not None:
+            self._refuse(report, self._optimizer.updates, "No weight was changed by this step.", why)
+        if not skipped:
+            self._rescale(inverses, coefficient(norm, self._clip or None))
         return report
+
+    def _measure(self, inverses: Sequence[float]) -> Array:
+        """Of the gradients here: room for the loss, the squares that this rank counts, flags of what is not finite."""
+        mine = np.zeros(2 + len(inverses))
+        counted = set(self._counted)
+        for p, length in zip(self._parameters, squares(p.grad for p in self._parameters), strict=True):
+            group = 0 if self._scaler is None else self._scaler.group(p)
+            if not math.isfinite(length):
+                mine[2 + group] = 1.0
+            elif p in counted:
+                mine[1] += length * inverses[group] ** 2
+        return mine
+
+    def _rescale(self, inverses: Sequence[float], clipped: float) -> None:
+        """Take the scale off the gradients and clip them, in one pass."""
+        if len(inverses) == 1:
+            if inverses[0] * clipped != 1.0:
+                scale([flat.grads for flat in self._model.flats], inverses[0] * clipped)
+            return
+        assert self._scaler is not None
+        for p in self._parameters:
+            scale([p.grad], inverses[self._scaler.group(p)] * clipped)
 
     def close(self, losses: Sequence[float], targets: Mapping[int, int]) -> list[StepReport]:
         """What the steps of a row did of which nobody knows yet: one small all-reduce, if there are any.
@@ -132,18 +176,17 @@ class Update:
         """
         if not self._waiting:
             return []
-        mine = [(self._once_on_tp(losses[number]), squares) for number, (squares, _) in self._waiting.items()]
+        mine = [(self._once_on_tp(losses[number]), *measured) for number, (measured, _) in self._waiting.items()]
         found = self._mesh.world.all_reduce(np.array(mine))
         reports = []
-        for (number, (_, lr)), (loss, squares) in zip(self._waiting.items(), found, strict=True):
-            norm = math.sqrt(squares) if squares >= 0 else math.nan
+        for (number, (_, lr)), (loss, total, bad) in zip(self._waiting.items(), found, strict=True):
+            norm = math.nan if bad else math.sqrt(total)
             reports.append(StepReport(mean(loss, targets[number]), norm, lr, targets[number]))
         self._waiting.clear()
         before = self._optimizer.updates - len(reports)
         for number, self.report in enumerate(reports):
-            self._refuse_if_not_finite(
-                self.report, before + number, "Steps overlap: weights were changed before this was known."
-            )
+            if not (math.isfinite(self.report.loss) and math.isfinite(self.report.grad_norm)):
+                self._refuse(self.report, before + number, "Steps overlap: weights were changed before this was known.")
         return reports
 
     def settle(self) -> None:
@@ -156,16 +199,14 @@ class Update:
         """Ranks of a tp group hold the same loss; the first one's counts."""
         return loss if self._mesh.coords["tp"] == 0 else 0.0
 
-    def _refuse_if_not_finite(self, report: StepReport, updates: int, consequence: str) -> None:
-        """Raise for a step that came after so many updates, if its loss or norm is not finite."""
-        loss, norm = report.loss, report.grad_norm
-        if math.isfinite(norm) and math.isfinite(loss):
-            return
-        bad = self._mesh.world.exchange(first_not_finite(self._model.parameters()))
+    def _refuse(self, report: StepReport, updates: int, consequence: str, why: str = "") -> None:
+        """Raise for a step that came after so many updates; on every rank."""
+        bad = self._mesh.world.exchange(first_not_finite(self._parameters))
         where = next((f"; the first gradient that is not: {name}" for name in bad if name), "")
+        what = f"the loss is {report.loss} and the gradient norm {report.grad_norm}: not finite"
         clipping = "" if self.versions is not None and self.versions.rule == "newest" else ", or --clip 1"
         raise NumericsError(
-            f"after {updates} updates the loss is {loss} and the gradient norm {norm}: not finite{where}.\n"
+            f"after {updates} updates {why or what}{where}.\n"
             f"{consequence}  Way out: a lower --lr, a longer --warmup{clipping}."
         )
 

@@ -153,6 +153,6 @@ def count(step: Step) -> Iterator[Line]:
 
 
 def agreement(step: Step) -> Iterator[Line]:
-    """Loss and squared norm of the gradient are summed over all ranks: two float64 a step, once a row."""
+    """Loss, squared norm of the gradient and who has none that is finite: three float64 a step, once a row."""
     ranks = step.dp * step.cp * step.tp * step.pp
-    yield Line("world", "loss and norm", "all_reduce", ranks, 1, 16 * step.row)
+    yield Line("world", "loss and norm", "all_reduce", ranks, 1, 24 * step.row)

@@ -1,0 +1,163 @@
+"""Scales of gradients: what keeps float16 gradients above the smallest half, and lowers itself when they overflow.
+
+Half of the gradients of a network lie below 2^-24, where a half is 0.  The chain rule is linear: multiplied by S at its
+seed, every gradient is S times as large, and divided again in float32 before anybody looks at it.
+
+    LossScaler     one S for all: the seed of backward is S / targets
+    BlockScaler    one S_k for each residual branch: gradients carry it inside the branch only
+
+A step in which some gradient on some rank is not finite is *skipped by all ranks*: weights, moments, the number of
+updates and the learning rate stay, the scale falls.  All ranks hand in what they found to one all-reduce and hand what
+comes out to `settle`, so they always hold the same scales.
+
+Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.2 (loss scaling); Ramesh et al. 2021, arXiv:2102.12092,
+sections 2.4 and D.1 (scales of residual blocks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.nn.parameter import Parameter
+
+
+class Scaler(Protocol):
+    """What a step asks of a scale.
+
+    Attributes:
+        seed: by which the gradient of the loss is multiplied.
+        shown: the scale, for people: that of the loss, or the lowest of the branches.
+        groups: into how many groups it parts the parameters.
+    """
+
+    seed: float
+
+    @property
+    def shown(self) -> float: ...
+
+    @property
+    def groups(self) -> int: ...
+
+    def group(self, p: Parameter) -> int:
+        """The group of a parameter; all its gradients carry one scale."""
+
+    def inverse(self, group: int) -> float:
+        """One over the scale that the gradients of a group carry."""
+
+    def settle(self, bad: Sequence[bool]) -> str | None:
+        """A step is over.
+
+        Args:
+            bad: for each group, whether a gradient on any rank was not finite; the same on all ranks.
+
+        Returns:
+            Why there is no point in going on; None: there is.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint, as JSON holds it."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            CheckpointError: it is not such a state.
+        """
+
+
+class LossScaler:
+    """One scale of the loss, a power of two, so that scaling changes exponents only.
+
+        overflow    hysteresis is counted down; where it is used up, scale = max(scale / 2, floor)
+        success     after `window` in a row, scale = 2 scale, and the hysteresis is whole again
+
+    Args:
+        scale: at the start, a power of two.
+        window: clean steps after which it is doubled; 0: it never changes.
+        hysteresis: overflows that it takes to lower it, after a doubling or at the start.
+        floor: the lowest.
+        patience: skipped steps in a row after which something else than the scale is wrong.
+
+    Attributes:
+        scale: now.
+        skipped: steps in a row, up to now.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    groups = 1
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        window: int = 1000,
+        hysteresis: int = 2,
+        floor: float = 1.0,
+        patience: int = 20,
+    ) -> None:
+        for name, value in (("scale", scale), ("floor", floor)):
+            if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
+                raise ConfigError(
+                    f"loss scaling: the {name} {value:g} is not a power of two: every gradient would be rounded twice."
+                )
+        if scale < floor or window < 0 or hysteresis < 1 or patience < 1:
+            raise ConfigError(
+                f"loss scaling: scale {scale:g} (at least the floor {floor:g}), window {window} (0 or more), hysteresis"
+                f" {hysteresis} and patience {patience} (1 or more) do not go together."
+            )
+        self.scale = float(scale)
+        self.window, self.hysteresis, self.floor, self.patience = window, hysteresis, float(floor), patience
+        self.skipped = 0
+        self._clean = 0
+        self._left = hysteresis
+
+    @property
+    def seed(self) -> float:
+        return self.scale
+
+    @property
+    def shown(self) -> float:
+        return self.scale
+
+    def group(self, p: Parameter) -> int:
+        return 0
+
+    def inverse(self, group: int) -> float:
+        return 1.0 / self.scale
+
+    def settle(self, bad: Sequence[bool]) -> str | None:
+        (overflow,) = bad
+        if not overflow:
+            self.skipped = 0
+            self._clean += 1
+            if self._clean == self.window:
+                self._clean, self._left = 0, self.hysteresis
+                self.scale = min(2.0 * self.scale, 2.0**120)
+            return None
+        self.skipped += 1
+        self._clean = 0
+        self._left = max(0, self._left - 1)
+        if self.window and not self._left:
+            if self.scale == self.floor:
+                return f"gradients overflow even at the lowest loss scale, {self.floor:g}"
+            self.scale = max(self.scale / 2.0, self.floor)
+        if self.skipped >= self.patience:
+            return f"{self.skipped} steps in a row were skipped, whatever the loss scale (now {self.scale:g})"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "clean": self._clean, "left": self._left, "skipped": self.skipped}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        scale = state.get("scale")
+        counts = [state.get(name) for name in ("clean", "left", "skipped")]
+        good = isinstance(scale, float) and 0 < scale < math.inf and math.frexp(scale)[0] == 0.5
+        if not good or not all(type(count) is int and count >= 0 for count in counts):
+            raise CheckpointError("The saved loss scale is none: it must be a power of two and three counts.")
+        self.scale = float(scale)  # type: ignore[arg-type]
+        self._clean, self._left, self.skipped = counts  # type: ignore[assignment]
