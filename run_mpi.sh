@@ -313,7 +313,8 @@ if [ "$mode" = test ]; then
   if [ "$PWD" -ef "$root" ]; then given=1; fi
   for arg in "$@"; do if [ -e "${arg%%::*}" ]; then given=1; fi; done
   [ -n "$given" ] || set -- "$@" "$root/tests"
-  exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" "$@"
+  # On several cores several tests run at once: tests/conftest.py says how many.
+  exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n auto --dist worksteal "$@"
 fi
 
 [ "$mode" = script ] || set -- -m mpitrain "$@"

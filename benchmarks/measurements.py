@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import first_line
@@ -148,6 +148,40 @@ def pipelines(options: Options) -> Data:
         return take_turns(turns, **how, same=same, watch=True)
 
 
+DTYPES = ("float32", "float16", "bfloat16")
+RECOMPUTES = ("none", "selective", "full")
+OPTIMIZERS = ("adamw", "adafactor")
+
+
+def halves(size: str, options: Options) -> Data:
+    """One rank in float32 and in each kind of halves."""
+    with alive(*(("mpitrain", task(size)._replace(dtype=dtype), {}) for dtype in DTYPES)) as started:
+        turns = {dtype: Turn(processes) for dtype, processes in zip(DTYPES, started, strict=True)}
+        same = [(dtype, "float32") for dtype in DTYPES[1:]]
+        found = take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same)
+        return {**found, "kernels": started[0].kernels}
+
+
+def recomputes(size: str, options: Options, dtypes: Sequence[str], optimizers: Sequence[str]) -> Data:
+    """One rank in each combination of precision, recompute and optimizer, by names as `float32, full, adamw`.
+
+    Returns:
+        what `take_turns` gives; looks: name -> bytes by owner, their peak and the operations of one step.
+    """
+    ways = {
+        f"{dtype}, {recompute}, {optimizer}": {"dtype": dtype, "recompute": recompute, "optimizer": optimizer}
+        for dtype in dtypes
+        for recompute in RECOMPUTES
+        for optimizer in optimizers
+    }
+    with alive(*(("mpitrain", task(size)._replace(**way), {}) for way in ways.values())) as started:
+        turns = {name: Turn(processes) for name, processes in zip(ways, started, strict=True)}
+        first = {optimizer: f"{dtypes[0]}, {RECOMPUTES[0]}, {optimizer}" for optimizer in optimizers}
+        same = [(name, first[way["optimizer"]]) for name, way in ways.items() if name not in first.values()]
+        found = take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same)
+        return {**found, "looks": {name: turn.processes.look() for name, turn in turns.items()}}
+
+
 def bubbles(options: Options) -> Data:
     """Of each schedule, by the clock of its own steps."""
     return child("pipeline_bubble.py", options, *(["--undisturbed"] if options.undisturbed else []), ranks=2)
@@ -195,6 +229,10 @@ MEASUREMENTS: dict[str, Callable[[Options], Data]] = {
     "layouts": layouts,
     "pipelines": pipelines,
     "bubbles": bubbles,
+    "halves mini": lambda options: halves("mini", options),
+    "halves S": lambda options: halves("S", options),
+    "memory and time": lambda options: recomputes("S", options, DTYPES[:2], OPTIMIZERS),
+    "recompute T 1024": lambda options: recomputes("long", options, DTYPES[:1], OPTIMIZERS[:1]),
     "memory S": lambda options: peak_memory.measure("S", rounds=options.rounds),
     "memory M": lambda options: peak_memory.measure("M", rounds=options.rounds),
     "first line": lambda options: first_line.measure(options.rounds),

@@ -17,7 +17,7 @@ import pipeline_page
 import plots
 from growth import SWEEPS
 from plots import Bar, Line, Panel
-from rows import ROWS, Figure, Row, column
+from rows import ROWS, Figure, Row, column, flops_of
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
@@ -65,9 +65,9 @@ Written by `python benchmarks/table.py --write-docs` from [figures/performance.j
 
 S has 4 layers, d 256, 4 heads, T 128, B 8; M has 6 layers, d 384, 6 heads, T 256, B 8; vocabulary 256, float32, AdamW,
 gradients clipped. The peer is PyTorch on the CPU as its users write it: eager, `scaled_dot_product_attention`, fused
-AdamW, `DistributedDataParallel` with gloo. A plain number is a ratio, mpitrain's figure over PyTorch's. Each is the
-median of rounds in which both sides took turns; min-max is the range of the rounds. *bar* is what must be reached,
-*ambition* what should be.
+AdamW, `DistributedDataParallel` with gloo. A plain number is a ratio, mpitrain's figure over PyTorch's, or over that of
+the other way to train that the row names. Each is the median of rounds in which all took turns; min-max is the range of
+the rounds. *bar* is what must be reached, *ambition* what should be.
 """
 
 
@@ -161,9 +161,36 @@ def _extra(name: str, data: Any) -> list[str]:
                 ordered, mpi = (statistics.median(modes[mode]) for mode in ("ordered", "mpi"))
                 lines.append(f"| {ranks} | {mib} | {ordered:.2f} | {mpi:.2f} | {ordered / mpi:.2f} |")
         return lines
+    if name in ("memory and time", "recompute T 1024"):
+        return ["", *_memory_table(data)]
     if name == "first line":
         return ["", *(f"    {command}" for command in data["commands"].values())]
     return []
+
+
+OWNERS = {
+    "weights": ("weights",),
+    "masters": ("masters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer state",),
+    "activations": ("activations",),
+    "recompute": ("recompute scratch",),
+}
+"""Columns, and the owners of each; all others are the last column."""
+
+
+def _memory_table(data: Any) -> list[str]:
+    """MB by owner when most were alive, time and operations of a step, in each combination."""
+    lines = [f"| MB at the peak | {' | '.join(OWNERS)} | other | all | ms a step | operations |"]
+    lines.append(f"|---|{'--:|' * (len(OWNERS) + 4)}")
+    fewest = min(flops_of(data, name) for name in data["looks"])
+    for name, look in data["looks"].items():
+        groups = [sum(look["owners"].get(owner, 0) for owner in owners) for owners in OWNERS.values()]
+        groups += [look["peak"] - sum(groups), look["peak"]]
+        cells = [f"{number / 1e6:.{1 if number > 5e4 else 2}f}" if number else "" for number in groups]
+        cells += [f"{statistics.median(column(data, name, 'ms_per_step')):.0f}", f"{flops_of(data, name) / fewest:.3f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 # -------------------------------------------------------------------------------------------------------- the pictures

@@ -26,6 +26,7 @@ _STYLE = f"""
 text {{ font: 12.5px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #57606a }}
 .back {{ fill: #ffffff }} .title {{ font-size: 15px; font-weight: 600; fill: #1f2328 }} .end {{ text-anchor: end }}
 .middle {{ text-anchor: middle }} .grid {{ stroke: #d8dee4 }} .axis {{ stroke: #8c959f }}
+.band {{ fill: #cf222e; fill-opacity: .13 }} .light {{ fill-opacity: .05 }} .small {{ font-size: 11px }}
 .line {{ fill: none; stroke-width: 2; stroke-linejoin: round }} .thin {{ stroke-dasharray: 4 4; stroke-width: 1.5 }}
 {_colours(_LIGHT)}
 @media (prefers-color-scheme: dark) {{
@@ -44,10 +45,20 @@ class Line(NamedTuple):
     dashed: bool = False
 
 
-class Panel(NamedTuple):
-    """Axes with lines, x logarithmic; the legend stands below the title, in rows of two.
+class Band(NamedTuple):
+    """A stretch of the x axis that stands out, with a few words in it."""
 
-    linear: whether a thin line shows what grows as x does, through the last point of the first series.
+    left: float
+    right: float
+    text: str
+    light: bool = False
+
+
+class Panel(NamedTuple):
+    """Axes with lines; the legend stands below the title, in rows of two.
+
+    linear: whether a thin line shows what grows as x does, through the last point of the first series; log_x: or plain
+    numbers, then points have no dots; bands: behind the lines.
     """
 
     title: str
@@ -56,6 +67,8 @@ class Panel(NamedTuple):
     y_label: str
     log_y: bool = True
     linear: bool = False
+    log_x: bool = True
+    bands: Sequence[Band] = ()
 
 
 class Bar(NamedTuple):
@@ -86,11 +99,11 @@ def _panel(panel: Panel) -> list[str]:
     left, right, top, bottom = 62, PANEL_WIDTH - 22, 64 + 18 * legend_rows, PANEL_HEIGHT - 52
     xs = [x for line in panel.lines for x, _ in line.points]
     ys = [y for line in panel.lines for _, y in line.points]
-    low_x, high_x = min(xs) / 1.15, max(xs) * 1.15
-    low_y, high_y = (min(ys) / 1.3, max(ys) * 1.3) if panel.log_y else (0.0, max(ys) * 1.08)
+    low_x, high_x = (min(xs) / 1.15, max(xs) * 1.15) if panel.log_x else (min(xs), max(xs))
+    low_y, high_y = (min(ys) / 1.3, max(ys) * 1.3) if panel.log_y else (0.0, max(ys) * 1.08 or 1.0)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across = math.log(x / low_x) / math.log(high_x / low_x)
+        across = math.log(x / low_x) / math.log(high_x / low_x) if panel.log_x else (x - low_x) / (high_x - low_x)
         up = math.log(y / low_y) / math.log(high_y / low_y) if panel.log_y else (y - low_y) / (high_y - low_y)
         return left + across * (right - left), bottom - up * (bottom - top)
 
@@ -99,13 +112,18 @@ def _panel(panel: Panel) -> list[str]:
         x, y = left - 46 + place % 2 * (PANEL_WIDTH - 40) / 2, 46 + place // 2 * 18
         parts.append(_stroke(line, f"M{x:.0f},{y - 4}h18"))
         parts.append(f'<text class="c{line.colour}" x="{x + 24:.0f}" y="{y}">{escape(line.name)}</text>')
+    for band in panel.bands:
+        (x, _), (end, _) = at(max(band.left, low_x), high_y), at(min(band.right, high_x), high_y)
+        light = " light" if band.light else ""
+        parts.append(f'<path class="band{light}" d="M{x:.1f},{top}H{end:.1f}V{bottom}H{x:.1f}z"/>')
+        parts.append(f'<text class="small middle" x="{(x + end) / 2:.1f}" y="{top + 14}">{escape(band.text)}</text>')
     for tick in log_ticks(low_y, high_y) if panel.log_y else linear_ticks(low_y, high_y):
         y = at(low_x, tick)[1]
         parts.append(f'<path class="grid" d="M{left},{y:.1f}H{right}"/>')
         parts.append(f'<text class="end" x="{left - 8}" y="{y + 4:.1f}">{_number(tick)}</text>')
     # Sizes may lie as 1, 3, 6, 12: a label where there is room, of the points themselves.
     last = -math.inf
-    for tick in sorted(set(xs)):
+    for tick in sorted(set(xs)) if panel.log_x else linear_ticks(low_x, high_x):
         x = at(tick, high_y)[0]
         parts.append(f'<path class="axis" d="M{x:.1f},{bottom}v5"/>')
         if x - last > 34:
@@ -120,7 +138,8 @@ def _panel(panel: Panel) -> list[str]:
     for line in panel.lines:
         places = [at(x, y) for x, y in line.points]
         parts.append(_stroke(line, "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in places)))
-        parts += [f'<circle class="dot c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places]
+        dots = places if panel.log_x else []
+        parts += [f'<circle class="dot c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in dots]
     parts.append(f'<text class="middle" x="{(left + right) / 2:.0f}" y="{bottom + 38}">{escape(panel.x_label)}</text>')
     parts.append(f'<text x="{left - 46}" y="{top - 8}">{escape(panel.y_label)}</text>')
     return parts

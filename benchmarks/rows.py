@@ -191,6 +191,60 @@ def against_faster_replicas(*sides: str, time: bool = False) -> Callable[[Data],
     return figure
 
 
+def beside(mine: str, other: str) -> Callable[[Data], Figure]:
+    """Tokens/s of one of our own turns over another's."""
+
+    def figure(data: Data) -> Figure:
+        own, theirs = (column(data, side, "tokens_per_s") for side in (mine, other))
+        cpu = divided(column(data, other, "cpu_ms_per_step"), column(data, mine, "cpu_ms_per_step"))
+        note = f"{other} {statistics.median(theirs):,.0f} tokens/s; by CPU time {statistics.median(cpu):.2f}"
+        if data["kernels"] == "numpy":
+            note += "; there are no compiled kernels in this installation"
+        return spread(divided(own, theirs), mine=f"{statistics.median(own):,.0f} tokens/s", note=note)
+
+    return figure
+
+
+def recomputed(recompute: str) -> Callable[[Data], Figure]:
+    """Time of a step that makes something again over one that makes nothing again, float32 and AdamW."""
+    mine, other = (f"float32, {word}, adamw" for word in (recompute, "none"))
+
+    def figure(data: Data) -> Figure:
+        own, theirs = (column(data, side, "ms_per_step") for side in (mine, other))
+        cpu = divided(*(column(data, side, "cpu_ms_per_step") for side in (mine, other)))
+        flops = flops_of(data, mine) / flops_of(data, other)
+        held = data["looks"][mine]["peak"] / data["looks"][other]["peak"]
+        note = (
+            f"none {statistics.median(theirs):.0f} ms; by CPU time {statistics.median(cpu):.2f}; operations"
+            f" {flops:.3f}, bytes alive at the peak {held:.2f}"
+        )
+        return spread(divided(own, theirs), mine=f"{statistics.median(own):.0f} ms a step", note=note)
+
+    return figure
+
+
+def flops_of(data: Data, name: str) -> int:
+    """All operations of a step."""
+    return sum(data["looks"][name]["flops"].values())
+
+
+def flops_of_full(data: Data) -> Figure:
+    """Counted operations of a step with full recompute over those of one without."""
+    full, none = (flops_of(data, f"float32, {word}, adamw") for word in ("full", "none"))
+    forward = data["looks"]["float32, none, adamw"]["flops"]["forward"]
+    note = f"{full:,} and {none:,}; one more forward would be {1 + forward / none:.3f}"
+    return Figure(full / none, full / none, full / none, note=note)
+
+
+def saved_memory(data: Data) -> Figure:
+    """Bytes at the peak of the leanest way over those of float32 that keeps everything, with AdamW."""
+    peaks = {name: look["peak"] for name, look in data["looks"].items()}
+    leanest, plain = min(peaks, key=lambda name: peaks[name]), "float32, none, adamw"
+    value = peaks[leanest] / peaks[plain]
+    note = f"{leanest}; {plain} {peaks[plain] / 1e6:,.1f} MB"
+    return Figure(value, value, value, mine=f"{peaks[leanest] / 1e6:,.1f} MB", note=note)
+
+
 def bubbles(data: Data) -> Figure:
     """The largest distance of a schedule's bubble to its formula, of the medians over all steps."""
     medians = {
@@ -348,6 +402,72 @@ ROWS = (
         "%",
     ),
     Row("bubble-zb", "bubble of zb-h1 over that of 1f1b", "bubbles", bubble_over_1f1b, 1.0, 0.5, False),
+    *(
+        Row(
+            f"{dtype}-{size}",
+            f"tokens/s in {dtype} over float32, {'gpt-mini' if size == 'mini' else size}",
+            f"halves {size}",
+            beside(dtype, "float32"),
+            0.75,
+            None,
+        )
+        for size in ("mini", "S")
+        for dtype in ("float16", "bfloat16")
+    ),
+    Row(
+        "recompute-selective",
+        "time of a step, scores made again over kept, S",
+        "memory and time",
+        recomputed("selective"),
+        None,
+        None,
+        False,
+    ),
+    Row(
+        "recompute-full",
+        "time of a step, blocks made again over nothing, S",
+        "memory and time",
+        recomputed("full"),
+        None,
+        None,
+        False,
+    ),
+    Row(
+        "recompute-flops",
+        "operations of a step, blocks made again over nothing, S",
+        "memory and time",
+        flops_of_full,
+        4 / 3,
+        None,
+        False,
+    ),
+    Row(
+        "memory-saved",
+        "bytes alive at the peak, leanest way over float32 with AdamW, S",
+        "memory and time",
+        saved_memory,
+        None,
+        None,
+        False,
+    ),
+    Row(
+        "recompute-selective-T1024",
+        "time of a step, scores made again over kept, T = 1024",
+        "recompute T 1024",
+        recomputed("selective"),
+        None,
+        None,
+        False,
+    ),
+    Row(
+        "recompute-full-T1024",
+        "time of a step, blocks made again over nothing, T = 1024",
+        "recompute T 1024",
+        recomputed("full"),
+        None,
+        None,
+        False,
+    ),
     Row("faults", "page faults a step", "S", page_faults, 10, 0, False, "faults"),
     Row("memory-S", "peak memory, S, against PyTorch", "memory S", memory, 0.7, 0.5, False),
     Row("memory-M", "peak memory, M, against PyTorch", "memory M", memory, 0.85, 0.65, False),

@@ -4,6 +4,8 @@
         <-- {"rank": 1, ...}            on its own connection, when model and data stand
         --> {"run": 20, "warm": 1, "batch": 8, "undisturbed": false}
         <-- {"seconds": ..., ...}       of the 20 steps; the warm ones before them are not counted
+        --> {"look": 8}                 a step more, of 8 sequences (mpitrain only)
+        <-- {"owners": {...}, ...}      which bytes were alive and how many operations it took
         --> {"stop": true}
 
 A process that waits for its next command sleeps in recv: it must not disturb the other side, as a rank that waits
@@ -44,7 +46,7 @@ class Task(NamedTuple):
 
     batch: sequences of the global batch; ranks: processes of each side; tp, cp, pp, sequence_parallel: how mpitrain
     lays the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule,
-    chunks: of the pipeline.
+    chunks: of the pipeline; recompute: none, selective or full; optimizer: adamw or adafactor.
     """
 
     layers: int
@@ -62,6 +64,8 @@ class Task(NamedTuple):
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    recompute: str = "selective"
+    optimizer: str = "adamw"
 
     @property
     def config(self) -> GPTConfig:
@@ -76,6 +80,7 @@ class Task(NamedTuple):
 
 
 LR, WEIGHT_DECAY, BETAS, CLIP = 1e-3, 0.1, (0.9, 0.99), 1.0
+ADAFACTOR_LR = 0.05
 SEED = 1
 
 
@@ -86,7 +91,8 @@ class Side(NamedTuple):
     over which rows are divided; positions: which tokens of them, None for all; step: trains on this rank's part of a
     global batch with so many targets and returns a loss; meet: a meeting of its ranks; total: whether that loss is the
     whole one on every rank, else the sum over ranks is; before_model: bytes resident when everything was imported and
-    the text was read; kernels: the level in use.
+    the text was read; kernels: the level in use; look: makes a step and sees which bytes were alive and which
+    operations it took.
     """
 
     rank: int
@@ -97,15 +103,17 @@ class Side(NamedTuple):
     total: bool
     before_model: int
     kernels: str
+    look: Callable[[Batch], dict[str, Any]] | None = None
 
 
 def mpitrain_side(task: Task) -> Side:
     """The side of mpitrain, on NumPy; under mpirun if there is more than one rank."""
     from mpitrain import kernels
+    from mpitrain.backend import dtype_of
     from mpitrain.comm.mesh import Mesh
     from mpitrain.comm.world import world
     from mpitrain.models.gpt import GPT
-    from mpitrain.optim import AdamW
+    from mpitrain.optim import Adafactor, AdamW, Optimizer
     from mpitrain.pipeline.executor import Executor
     from mpitrain.pipeline.partition import balance
     from mpitrain.pipeline.passes import complete
@@ -117,8 +125,15 @@ def mpitrain_side(task: Task) -> Side:
     embedding, block, head = task.config.flops_of_parts
     partition = balance([block] * task.layers, task.pp * task.chunks, first=embedding, last=head)
     layout = {"sequence_parallel": task.sequence_parallel, "partition": partition}
-    model = GPT(task.config, mesh, seed=SEED, dtype=np.dtype(task.dtype), **layout)
-    optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    keep_scores = task.recompute == "none"
+    model = GPT(task.config, mesh, seed=SEED, dtype=dtype_of(task.dtype), keep_scores=keep_scores, **layout)
+    for each in model.blocks:
+        each.recompute = task.recompute == "full"
+    optimizer: Optimizer
+    if task.optimizer == "adafactor":
+        optimizer = Adafactor(model.parameters(), mesh=mesh, lr=ADAFACTOR_LR, weight_decay=WEIGHT_DECAY)
+    else:
+        optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     rows = complete(task.schedule, ranks=task.pp, microbatches=task.microbatches, chunks=task.chunks)
     executor = Executor(model, optimizer, mesh, rows, clip=CLIP)
     return Side(
@@ -130,7 +145,21 @@ def mpitrain_side(task: Task) -> Side:
         True,
         before_model,
         kernels.level(),
+        lambda batch: looked(executor, batch),
     )
+
+
+def looked(executor: Any, batch: Batch) -> dict[str, Any]:
+    """A step under listeners: bytes by owner when most were alive, their sum, and operations by reason."""
+    from mpitrain.debug.flops import AGAIN, BACKWARD, FORWARD, Flops
+    from mpitrain.debug.memory import MemoryLedger
+    from mpitrain.events import listen
+
+    ledger, flops = MemoryLedger(), Flops()
+    with listen(ledger), listen(flops):
+        executor.step(batch)
+    counted = {why: flops.total(why) for why in (FORWARD, AGAIN, BACKWARD)}
+    return {"owners": {owner: n for owner, n in ledger.at_peak.items() if n}, "peak": ledger.peak, "flops": counted}
 
 
 def torch_side(task: Task, rank: int, rendezvous: str) -> Side:
@@ -182,6 +211,12 @@ def serve(side: Side, task: Task, text: corpus.Corpus, connection: Any) -> None:
         command = json.loads(line)
         if "stop" in command:
             return
+        if "look" in command:
+            assert side.look is not None
+            batch = tokens.batch_at(done, command["look"], *side.share).part(side.positions)
+            done += 1
+            reply(**side.look(batch))
+            continue
         warm, steps, size, begun = command["warm"], command["run"], command["batch"], _usage()
         batches = [tokens.batch_at(done + i, size, *side.share).part(side.positions) for i in range(warm + steps)]
         done += warm + steps

@@ -29,7 +29,7 @@ from rows import ROWS
 
 RESULT = machine.RESULTS / "table.json"
 HEADER = (
-    f"{'row':<19}{'mpitrain':>16}{'PyTorch':>16}{'measured':>10}   {'min-max':<15}{'bar':>11}{'ambition':>11}"
+    f"{'row':<27}{'mpitrain':>16}{'PyTorch':>16}{'measured':>10}   {'min-max':<15}{'bar':>11}{'ambition':>11}"
     f"  {'reached':<9}{'foreign':>8}"
 )
 
@@ -41,13 +41,13 @@ def lines(result: page.Result, measurements: list[str] | None = None) -> list[st
         if measurements is not None and row.measurement not in measurements:
             continue
         if figure is None:
-            texts.append(f"{row.name:<19}{'not measured':>42}{row.asked(row.bar):>31}{row.asked(row.ambition):>11}")
+            texts.append(f"{row.name:<27}{'not measured':>42}{row.asked(row.bar):>31}{row.asked(row.ambition):>11}")
             continue
         load = page.share(page.foreign(result["measurements"][row.measurement]["data"]))
         between = row.between(figure.low, figure.high)
         sides = f"{figure.mine or '-':>16}{figure.peer or '-':>16}{row.text(figure.value):>10}   {between:<15}"
         asked = f"{row.asked(row.bar):>11}{row.asked(row.ambition):>11}  {row.verdict(figure.value) or '-':<9}"
-        texts.append(f"{row.name:<19}{sides}{asked}{load:>8}")
+        texts.append(f"{row.name:<27}{sides}{asked}{load:>8}")
         texts += [f"{'':<4}{figure.note}"] if figure.note else []
     return texts
 
@@ -102,7 +102,7 @@ def main() -> int:
     if options.rounds < 1:
         parser.error("--rounds: at least 1")
     if options.list:
-        print("\n".join(f"{row.name:<19}{row.title}" for row in ROWS))
+        print("\n".join(f"{row.name:<27}{row.title}" for row in ROWS))
         return 0
     result = load(options.result)
     if options.show or options.write_docs:

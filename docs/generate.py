@@ -278,6 +278,183 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) 
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="#1f2933" font-size="{size}">{text}</text>'
 
 
+# ----------------------------------------------------------------------------------------- the picture of recomputation
+
+
+def recompute_picture() -> str:
+    """What waits for backward after each op, with none of 16 layers recomputed, each by itself, and two at a time."""
+    lines = {"all kept": (0, "#9aa5b1"), "each layer recomputed": (1, "#2f7ed8"), "two at a time": (2, "#2f9e44")}
+    runs = {name: _waiting(16, together) for name, (together, _) in lines.items()}
+    left, bottom, wide, high = 60, 250, 780, 6.2
+    longest = max(len(run) for run in runs.values())
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 300" width="900" height="300"'
+        ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13">',
+        "<title>What waits for backward over the ops of a step, with and without recomputation</title>",
+        '<rect width="900" height="300" rx="8" fill="#ffffff"/>',
+        f'<path d="M{left} 30 V{bottom} H{left + wide}" fill="none" stroke="#9aa5b1"/>',
+        *[_text(left - 8, bottom - high * n + 4, str(n), "end", 11) for n in (0, 12, 18, 33)],
+        _text(left, 20, "arrays of a layer's size that wait", size=11),
+        _text(left + wide, bottom + 18, "ops of forward and backward", "end", 11),
+    ]
+    for place, (name, run) in enumerate(runs.items()):
+        colour, width = lines[name][1], wide / longest
+        steps = "".join(f" V{bottom - high * held:g} H{left + width * (at + 1):.1f}" for at, held in enumerate(run))
+        parts.append(f'<path d="M{left} {bottom}{steps}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        x = (60, 290, 600)[place]
+        parts.append(f'<rect x="{x}" y="276" width="14" height="14" rx="3" fill="{colour}"/>')
+        parts.append(_text(x + 20, 288, f"{name}: at most {max(run):g}"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _waiting(layers: int, together: int) -> list[float]:
+    """Arrays that wait after each op; so many layers at a time are recomputed, 0: none."""
+    import numpy as np
+
+    from mpitrain.autograd import Tape, Tensor
+    from mpitrain.autograd.recompute import recompute
+    from mpitrain.events import Event, listen
+
+    def some(x: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = ((x * 0.5).tanh() * x).tanh()
+        return x
+
+    found: list[float] = []
+    x = Tensor(np.ones(64), requires_grad=True)
+
+    def note(event: Event) -> None:
+        if event.phase == "end" and not event.name.startswith("recompute"):
+            found.append(tape.nbytes / x.data.nbytes)
+
+    with listen(note), Tape() as tape:
+        y = x
+        for _ in range(layers // (together or layers)):
+            y = recompute(some, y, together) if together else some(y, layers)
+        tape.run_backward([(y, np.ones(64))])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the picture of memory
+
+
+def memory_picture() -> str:
+    """Bytes by owner, as a memory ledger finds them, over a step of a small GPT with each kind of recompute."""
+    owners = {
+        "weights, gradients, moments": ("#cbd2d9", ("weights", "gradients", "optimizer state", "batch")),
+        "activations": ("#2f7ed8", ("activations",)),
+        "recompute scratch": ("#f08c00", ("recompute scratch",)),
+        "values and their gradients": ("#2f9e44", ("values", "value gradients")),
+    }
+    runs = {recompute: _step_of_memory(recompute) for recompute in ("none", "selective", "full")}
+    most = max(sum(now.values()) for run in runs.values() for now in run)
+    left, bottom, wide, high, gap = 60, 250, 256, 200, 12
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 310" width="900" height="310"'
+        ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13">',
+        "<title>Memory of a rank by owner over the ops of a step, with each kind of recompute</title>",
+        '<rect width="900" height="310" rx="8" fill="#ffffff"/>',
+        *[
+            _text(left - 8, bottom - high * mib * 2**20 / most + 4, f"{mib}", "end", 11)
+            for mib in range(0, int(most / 2**20) + 1, 3)
+        ],
+        _text(left - 8, 26, "MiB", "end", 11),
+    ]
+    for place, (recompute, run) in enumerate(runs.items()):
+        x = left + place * (wide + gap)
+        below = [0.0] * len(run)
+        for colour, names in owners.values():
+            above = [low + sum(now.get(name, 0) for name in names) for low, now in zip(below, run, strict=True)]
+            there = " ".join(_corner(at, height, run, x, bottom, wide, high / most) for at, height in enumerate(above))
+            back = [_corner(at, below[at], run, x, bottom, wide, high / most) for at in range(len(run))]
+            parts.append(f'<polygon points="{there} {" ".join(reversed(back))}" fill="{colour}"/>')
+            below = above
+        parts.append(f'<path d="M{x} 40 V{bottom} H{x + wide}" fill="none" stroke="#9aa5b1"/>')
+        parts.append(_text(x + 8, 30, f"{recompute}: at most {max(below) / 2**20:.2f} MiB"))
+        parts.append(_text(x + wide, bottom + 18, "ops of a step", "end", 11))
+    for x, (name, (colour, _)) in zip((60, 290, 430, 610), owners.items(), strict=True):
+        parts.append(f'<rect x="{x}" y="284" width="14" height="14" rx="3" fill="{colour}"/>')
+        parts.append(_text(x + 20, 296, name, size=12))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _corner(at: int, height: float, run: list[Any], x: int, bottom: int, wide: int, scale: float) -> str:
+    return f"{x + wide * at / (len(run) - 1):.1f},{bottom - scale * height:.1f}"
+
+
+def _step_of_memory(recompute: str) -> list[dict[str, int]]:
+    """Bytes by owner after each op and action of the second step."""
+    import numpy as np
+
+    from mpitrain.comm.alone import Alone
+    from mpitrain.comm.mesh import Mesh
+    from mpitrain.comm.world import World
+    from mpitrain.data.tokens import Batch
+    from mpitrain.debug.memory import MemoryLedger
+    from mpitrain.events import Event, listen
+    from mpitrain.models.gpt import GPT, GPTConfig
+    from mpitrain.optim.adam import AdamW
+    from mpitrain.pipeline.executor import Executor
+    from mpitrain.pipeline.passes import complete
+
+    mesh = Mesh(World(Alone(), "none"))
+    sizes = GPTConfig(vocab=64, layers=6, width=32, heads=4, seq_len=128)
+    model = GPT(sizes, mesh, keep_scores=recompute == "none")
+    for block in model.blocks:
+        block.recompute = recompute == "full"
+    executor = Executor(model, AdamW(model.parameters()), mesh, complete("1f1b", ranks=1, microbatches=1))
+    tokens = np.arange(4 * 128).reshape(4, 128) * 7919 % 64
+    batch = Batch(tokens, np.roll(tokens, -1, axis=1), np.arange(4), np.arange(128), step=0)
+    ledger, found = MemoryLedger(), []
+
+    def note(event: Event) -> None:
+        if event.phase == "end" and event.kind in ("op", "action"):
+            found.append(dict(ledger.now))
+
+    with listen(ledger):
+        executor.step(batch)
+        with listen(note):
+            executor.step(batch)
+    return found
+
+
+# ------------------------------------------------------------------------------------- the picture of learning rates
+
+
+def rates_picture() -> str:
+    """The four schedules over a run of 100 updates, a tenth of them warm-up, with and without a final rate."""
+    from mpitrain.optim.lr import SCHEDULES
+
+    total, warmup = 100, 10
+    colours = {"constant": "#9aa5b1", "linear": "#2f9e44", "cosine": "#2f7ed8", "inverse-sqrt": "#b4690e"}
+    left, bottom, wide, high = 60, 214, 780, 180
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 272" width="900" height="272"'
+        ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13">',
+        "<title>Four schedules of the learning rate over a run</title>",
+        '<rect width="900" height="272" rx="8" fill="#ffffff"/>',
+        f'<path d="M{left} 24 V{bottom} H{left + wide}" fill="none" stroke="#9aa5b1"/>',
+        _text(left - 8, bottom - high + 4, "peak", "end", 11),
+        _text(left - 8, bottom + 4, "0", "end", 11),
+        _text(left + wide * warmup / total, bottom + 18, "end of warm-up", "middle", 11),
+        _text(left + wide, bottom + 18, "updates", "end", 11),
+    ]
+    for place, (name, schedule) in enumerate(SCHEDULES.items()):
+        x = left + 190 * place
+        parts.append(f'<rect x="{x}" y="248" width="14" height="14" rx="3" fill="{colours[name]}"/>')
+        parts.append(_text(x + 20, 260, name))
+        for final, dash in ((0.0, ""), (0.2, ' stroke-dasharray="5 4"')):
+            rates = [schedule(update, total, warmup, 1.0, final) for update in range(total + 1)]
+            if final and rates[-1] != final:
+                continue
+            points = " ".join(
+                f"{left + wide * u / total:.1f},{bottom - high * rate:.1f}" for u, rate in enumerate(rates)
+            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="1.8"{dash}/>')
+    parts.append(_text(left + wide, 24, "dashed: --lr-final 0.2", "end", 11))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 # ----------------------------------------------------------------------------------------------------------- pipelines
 
 
@@ -357,6 +534,9 @@ TABLES: dict[str, Callable[[], str]] = {
 PICTURES: dict[str, Callable[[], str]] = {
     "images/step.svg": step_picture,
     "images/ring.svg": ring_picture,
+    "images/recompute.svg": recompute_picture,
+    "images/memory.svg": memory_picture,
+    "images/learning-rates.svg": rates_picture,
     **{f"images/pipeline-{name}.svg": partial(pipeline_picture, name) for name in _PIPELINES},
 }
 

@@ -33,6 +33,8 @@ _HOMES = {
     "Tokens": "data.tokens",
     "AdamW": "optim",
     "Sgd": "optim",
+    "Adafactor": "optim",
+    "Group": "optim",  # of parameters, with another learning rate
     "one_stage": "pipeline.schedules",
     "with_update": "pipeline.passes",
     "complete": "pipeline.passes",  # the rows of a schedule by its name

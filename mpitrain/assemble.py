@@ -15,23 +15,32 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
 from mpitrain.config import Config
-from mpitrain.config_rules import check_memory
+from mpitrain.config_rules import check_memory, lr_factors
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
 from mpitrain.errors import DataError
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.models.profile import measured_costs
+from mpitrain.models.transformer import branches
+from mpitrain.nn.module import mark_recompute
+from mpitrain.optim.adafactor import Adafactor
 from mpitrain.optim.adam import AdamW
-from mpitrain.optim.lr import warmup_cosine, warmup_updates
+from mpitrain.optim.groups import Group
+from mpitrain.optim.lr import SCHEDULES as LR_SCHEDULES
+from mpitrain.optim.lr import warmup_updates
 from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.scaler import BlockScaler, LossScaler, Scaler
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
 from mpitrain.pipeline.action import Schedule
+from mpitrain.pipeline.check import check
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.pipeline.passes import complete
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.slicing import equal_cost_slices
+from mpitrain.plan.memory.choice import recomputed_blocks
+from mpitrain.plan.traffic import Step
 
 
 def run_folder(config: Config, world: World) -> Path:
@@ -86,7 +95,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
     here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     together(mesh.world, lambda: check_memory(config, sizes.num_parameters, mesh.dp.size, here, memory))
-    return GPT(
+    model = GPT(
         sizes,
         mesh,
         sequence_parallel=config.sequence_parallel,
@@ -94,6 +103,56 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         partition=partition,
         seed=config.seed,
         dtype=dtype_of(config.dtype),
+        keep_scores=config.recompute == "none",
+        scales=BlockScaler(branches(config.layers)) if config.scaling == "blocks" else None,
+    )
+    for block in model.blocks:
+        block.recompute = config.recompute == "full"
+    if config.recompute_modules is not None:
+        mark_recompute(model, config.recompute_modules.split(","), mesh.pp.exchange)
+    if config.recompute_budget is not None:
+        mark_recompute(model, _blocks_within(config, mesh, model, config.recompute_budget))
+    return model
+
+
+def _blocks_within(config: Config, mesh: Mesh, model: GPT, budget: float) -> list[str]:
+    """Names of the blocks of this rank that are made again so that its activations fit into so many MiB.
+
+    Raises:
+        ConfigError: some rank's do not fit whatever is made again; on every rank.
+    """
+    overlapping = SCHEDULES[config.schedule_name].versions is not None
+    rows = build_rows(config, 2 * config.pp if overlapping else 1)  # as many as fill the pipeline
+    step, row = step_of(config, mesh, model), rows[mesh.pp.rank]
+    found = together(mesh.world, lambda: recomputed_blocks(step, row, check(rows), round(budget * 2**20)))
+    return sorted(found or ())
+
+
+def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
+    """A step as this rank sees it, for the formulas of `plan`; `row` of them overlap."""
+    slices = slice_lengths(config, model.config)
+    again = frozenset(module.name for module in model.modules() if module.recompute)
+    as_asked = again == {block.name for block in model.blocks if config.recompute == "full"}
+    return Step(
+        model.config,
+        config.batch,
+        config.microbatches,
+        model.like.dtype,
+        dp=mesh.dp.size,
+        tp=mesh.tp.size,
+        cp=mesh.cp.size,
+        sequence_parallel=config.sequence_parallel,
+        cp_attention=config.cp_attention,
+        tp_rank=mesh.tp.rank,
+        pp=mesh.pp.size,
+        pp_rank=mesh.pp.rank,
+        partition=model.partition,
+        slices=None if slices is None else tuple(slices),
+        row=row,
+        recompute=config.recompute,
+        recomputed=None if as_asked else again,
+        scaled=model.scales is not None,
+        optimizer=config.optimizer,
     )
 
 
@@ -139,11 +198,42 @@ def slice_lengths(config: Config, sizes: GPTConfig) -> list[int] | None:
     return equal_cost_slices(sizes.seq_len, config.num_slices, linear, quadratic)
 
 
-def build_optimizer(config: Config, model: GPT) -> Optimizer:
-    """The optimizer over all parameters of this rank."""
-    if config.optimizer == "sgd":
-        return Sgd(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return AdamW(model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+def parameter_groups(config: Config) -> list[Group]:
+    """Which parameters have another learning rate."""
+    return [Group(pattern, factor) for pattern, factor in lr_factors(config)]
+
+
+def build_optimizer(config: Config, model: GPT, mesh: Mesh) -> Optimizer:
+    """The optimizer over all parameters of this rank.
+
+    Raises:
+        ConfigError: a group of parameters has no member in the whole model; on every rank.
+    """
+    parameters, lr, decay = model.parameters(), config.lr, config.weight_decay
+    groups = parameter_groups(config)
+    match config.optimizer:
+        case "sgd":
+            momentum = config.momentum
+            return Sgd(parameters, lr=lr, momentum=momentum, weight_decay=decay, groups=groups, mesh=mesh)
+        case "adafactor":
+            return Adafactor(parameters, mesh=mesh, lr=lr, eps=(config.eps**2, 1e-3), weight_decay=decay, groups=groups)
+        case _:
+            betas = config.beta1, config.beta2
+            return AdamW(parameters, lr=lr, betas=betas, eps=config.eps, weight_decay=decay, groups=groups, mesh=mesh)
+
+
+def build_scaler(config: Config, model: GPT) -> Scaler | None:
+    """What keeps gradients from underflow, or None: then an executor scales those of float16 models of its own."""
+    match config.scaling:
+        case "dynamic":
+            return LossScaler(config.loss_scale, window=config.loss_scale_window, floor=min(1.0, config.loss_scale))
+        case "static":
+            return LossScaler(config.loss_scale, window=0, floor=config.loss_scale)
+        case "blocks":
+            assert isinstance(model.scales, BlockScaler)
+            return model.scales
+        case _:
+            return LossScaler(1.0, window=0) if config.dtype == "float16" else None
 
 
 def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh, steps: int) -> Executor:
@@ -164,5 +254,8 @@ def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh,
         slices=slice_lengths(config, model.config),
         reducer=reducer,
         clip=config.clip,
-        lr=lambda update: warmup_cosine(update, steps, warmup, config.lr),
+        scaler=build_scaler(config, model),
+        lr=lambda update: LR_SCHEDULES[config.lr_schedule](
+            update, steps, warmup, config.lr, config.lr_final * config.lr
+        ),
     )

@@ -37,7 +37,7 @@ def dtype_of(name: str) -> Any:
 def is_half(dtype: Any) -> bool:
     """True for float16 and bfloat16: formats to store and to send, in which nothing is added up."""
     dtype = np.dtype(dtype)
-    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.type.__name__ == "bfloat16")
 
 
 def wide(dtype: Any) -> Any:

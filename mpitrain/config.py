@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mpitrain.backend import DTYPES
 from mpitrain.config_rules import check_settings
 from mpitrain.errors import ConfigError
 from mpitrain.options import (
@@ -52,8 +53,15 @@ SIZES = ("layers", "width", "heads", "seq_len")
 DEFAULT_SLICES = 4
 BALANCES = ("layers", "parameters", "flops", "measured")
 """What a partition into stages can deal out evenly."""
+DEFAULT_LR: Mapping[str, float] = {"adamw": 2.5e-3, "sgd": 2.5e-3, "adafactor": 0.05}
+"""Optimizers by name, and the peak of their learning rate where none is given."""
+LR_SCHEDULES = ("cosine", "linear", "inverse-sqrt", "constant")
+"""Those of `mpitrain.optim.lr`, the default first."""
 CONTEXT_KINDS = ("ring", "ulysses", "rsa")
 """Kinds of context-parallel attention (`mpitrain.parallel.context`), the default first."""
+RECOMPUTES = ("none", "selective", "full")
+SCALINGS = ("none", "dynamic", "static", "blocks")
+"""How gradients are scaled: not at all, by one power of two that adapts or stays, by a number for each branch."""
 BUDGET = 255.0  # seconds of training where neither --steps nor --budget is given: a run of five minutes with its start
 
 DEFAULT_EVALUATIONS = 5  # of the validation loss, the last one included
@@ -67,8 +75,9 @@ _OF_MODEL = "default: the model's"
 class Config:
     """All settings of a run; see `--help` for what each is.
 
-    `layers`, `width`, `heads` and `seq_len` are those of `model` where they are not given.  Of `steps` and `budget`
-    exactly one is set: the budget is turned into steps once, by `fixed`, before the first one.
+    `layers`, `width`, `heads` and `seq_len` are those of `model` where they are not given, and `lr` is that of
+    `optimizer`.  Of `steps` and `budget` exactly one is set: the budget is turned into steps once, by `fixed`, before
+    the first one.
 
     Raises:
         ConfigError: a value outside its range, or two that do not go together.
@@ -89,7 +98,7 @@ class Config:
     tied: bool = switch(False, "use the token table as the output head too, or not", off="untied")
     gelu: str = choice("tanh", "GPT-2's approximation of GELU, or the exact one", ("tanh", "erf"))
     dropout: float = number(0.0, "share of activations that are dropped", Interval(0, 1, below=True), metavar="P")
-    dtype: str = choice("float32", "precision", ("float32", "float64"))
+    dtype: str = choice("float32", "precision of weights, activations and messages", DTYPES)
 
     data: str | None = text(
         None,
@@ -109,14 +118,55 @@ class Config:
         metavar="SECONDS",
         unset=f"default {BUDGET:g} where --steps is not given",
     )
-    optimizer: str = choice("adamw", "rule that updates the weights", ("adamw", "sgd"))
-    lr: float = number(2.5e-3, "peak learning rate", Interval(0, 10))
+    optimizer: str = choice("adamw", "rule that updates the weights", DEFAULT_LR)
+    lr: float = number(
+        None,
+        "peak learning rate; adafactor: the largest step, as a share of the weights",
+        Interval(0, 10),
+        unset=f"default: {DEFAULT_LR['adamw']:g}, adafactor {DEFAULT_LR['adafactor']:g}",
+    )
+    lr_schedule: str = choice("cosine", "how the learning rate goes on after the warm-up", LR_SCHEDULES)
+    lr_final: float = number(0.0, "cosine, linear: share of the peak at which they end", Interval(0, 1))
+    lr_groups: str | None = text(
+        None,
+        "factors on the learning rate by parameter, as 'table.*=0.5,*.bias=2'; the first match wins",
+        metavar="PATTERN=X,...",
+        unset="default: none",
+    )
     warmup: float = number(0.03, "linear warm-up, as a share of the steps below 1, else in steps", Interval(0, 10**9))
     weight_decay: float = number(0.1, "decoupled weight decay on matrices and embeddings", Interval(0, 10))
     beta1: float = number(0.9, "adamw: decay of the mean of gradients", Interval(0, 1, below=True))
     beta2: float = number(0.99, "adamw: decay of the mean of squared gradients", Interval(0, 1, below=True))
+    eps: float = number(1e-8, "adamw, adafactor: size of a gradient below which it moves ever less", Interval(0, 1))
     momentum: float = number(0.9, "sgd: decay of the velocity", Interval(0, 1, below=True))
     clip: float = number(1.0, "largest global norm of the gradient (0: no clipping)", Interval(0, 10**6))
+    loss_scaling: str | None = choice(
+        None,
+        "what keeps small gradients from becoming 0",
+        SCALINGS,
+        unset="default: dynamic for float16, else none",
+    )
+    loss_scale: float = number(
+        2.0**16, "dynamic, static: scale of the loss at the start, a power of two", Interval(2.0**-24, 2.0**40)
+    )
+    loss_scale_window: int = whole(1000, "dynamic: clean steps after which the scale is doubled", 1, 10**9)
+
+    recompute: str = choice(
+        "selective", "what backward makes again: nothing, attention scores, or whole blocks", RECOMPUTES
+    )
+    recompute_modules: str | None = text(
+        None,
+        "parts of the model that are made again besides, as blocks.*.mlp,blocks.0.attention",
+        metavar="NAME,...",
+        unset="default: none",
+    )
+    recompute_budget: float | None = number(
+        None,
+        "make as few blocks again as keep the activations of a rank within this",
+        Interval(0, 2**30, above=True),
+        metavar="MIB",
+        unset="default: no bound",
+    )
 
     pp: int = whole(1, "pipeline stages: ranks over which the layers are dealt out", 1, 2**20)
     schedule: str = choice("1f1b", "order in which the stages of --pp work", SCHEDULES)
@@ -138,7 +188,8 @@ class Config:
     reducer: str = choice("flat", "gradients in one message, or in buckets during backward", ("flat", "bucketed"))
     bucket_mib: float = number(1.0, "bucketed: size of a bucket in MiB", Interval(0, 4096, above=True))
     deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")
-    check: bool = switch(False, "check every message and the state of every value, at some cost")
+    check: bool = switch(False, "check every message, and of every value the state and that it is finite, at some cost")
+    memory: bool = switch(False, "tell what holds how much memory on which rank, beside what was predicted")
     timeout: float = number(300.0, "end the job when a message waits this long", Interval(1, _MONTH), metavar="SECONDS")
     start_timeout: float | None = number(
         None,
@@ -180,6 +231,8 @@ class Config:
             value = getattr(self, name)
             if value is None and name in SIZES and self.model in MODELS:
                 value = MODELS[self.model][name]
+            if name == "lr" and value is None:
+                value = DEFAULT_LR[self.optimizer]
             if name == "budget" and value is None and self.steps is None:
                 value = BUDGET
             # The class is frozen for its users; here it is still being made.
@@ -187,6 +240,11 @@ class Config:
         check_settings(self)
 
     # -- what follows from the settings
+
+    @property
+    def scaling(self) -> str:
+        """How gradients are scaled."""
+        return self.loss_scaling or ("dynamic" if self.dtype == "float16" else "none")
 
     @property
     def schedule_name(self) -> str:
@@ -231,6 +289,7 @@ GROUPS: Mapping[str, str] = {
     "model": "Model",
     "data": "Data",
     "batch": "Training",
+    "recompute": "Memory",
     "pp": "Ranks",
     "run": "Run",
     "config": "Settings from a file",
@@ -249,7 +308,7 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
         saved: settings of a run that goes on, over which file and flags win; those of one start do not count.
 
     A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
-    whatever run.toml says.  So do --steps and --budget replace each other.
+    whatever run.toml says.  So do --steps and --budget replace each other, and another optimizer the learning rate.
 
     Raises:
         ConfigError: see `mpitrain.options`.
@@ -263,6 +322,9 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
             merged = {name: value for name, value in merged.items() if name not in SIZES}
         if "steps" in level or "budget" in level:
             merged = {name: value for name, value in merged.items() if name not in ("steps", "budget")}
+        before = merged.get("optimizer", OPTIONS["optimizer"].default)
+        if level.get("optimizer", before) != before:
+            merged.pop("lr", None)
         merged.update(level)
     return Config(**merged)
 

@@ -11,6 +11,8 @@ from mpitrain.options import show
 if TYPE_CHECKING:
     from mpitrain.config import Config
 
+LEAST_EPS = 1e-18  # whose square is not 0 in float32
+
 
 def check_settings(config: Config) -> None:
     """Refuse settings that are allowed one by one and do not go together."""
@@ -43,8 +45,49 @@ def check_settings(config: Config) -> None:
         )
     if config.steps is not None and config.warmup > config.steps:
         raise ConfigError(f"--warmup {config.warmup:g}: must be from 0 to the number of steps, {config.steps}.")
+    if config.recompute_budget is not None and config.recompute == "full":
+        raise ConfigError(
+            f"--recompute-budget {config.recompute_budget:g} and --recompute full: the budget says which blocks are "
+            "made again; leave one of the two out."
+        )
+    if math.frexp(config.loss_scale)[0] != 0.5:
+        raise ConfigError(
+            f"--loss-scale {config.loss_scale:g}: must be a power of two, as 65536, or every gradient is rounded twice."
+        )
+    if config.lr_final and config.lr_schedule not in ("cosine", "linear"):
+        raise ConfigError(
+            f"--lr-final {config.lr_final:g} is for --lr-schedule cosine and linear: {config.lr_schedule} has no end."
+        )
+    lr_factors(config)
+    if config.optimizer == "adafactor" and config.eps < LEAST_EPS:
+        raise ConfigError(
+            f"--eps {config.eps:g}: --optimizer adafactor adds its square to squared gradients and divides by them; it"
+            f" must be {LEAST_EPS:g} or more."
+        )
     if config.resume == "latest" and config.run is None:
         raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
+
+
+def lr_factors(config: Config) -> list[tuple[str, float]]:
+    """What `--lr-groups` says: patterns of names, and the factor of each on the learning rate.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    factors = []
+    for part in config.lr_groups.split(",") if config.lr_groups is not None else ():
+        pattern, _, word = part.strip().rpartition("=")
+        try:
+            factor = float(word)
+        except ValueError:
+            factor = math.nan
+        if not pattern or "=" in pattern or not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"--lr-groups {show(config.lr_groups)}: {show(part.strip())} must be a pattern of names, = and a factor"
+                " of 0 or more, as in table.*=0.5,*.bias=2."
+            )
+        factors.append((pattern, factor))
+    return factors
 
 
 def _or_microbatches(sequences: int, wanted: int, group: int = 1) -> str:
@@ -105,6 +148,12 @@ def _check_pipeline(config: Config, dp: int) -> None:
         raise ConfigError(
             f"--schedule pipedream-2bw: --microbatches {m} must be --pp {pp} or more, or two versions of the weights "
             "do not suffice."
+        )
+    if name == "pipedream" and (config.dtype == "float16" or config.scaling != "none"):
+        shown = "--dtype float16" if config.dtype == "float16" else f"--loss-scaling {config.scaling}"
+        raise ConfigError(
+            f"--schedule pipedream and {shown}: a step whose gradients overflow must be skipped by all stages, which "
+            "update at different times here; take --dtype bfloat16, or pipedream-2bw."
         )
     unfit = {
         "pipedream": ("cp", "sequence_parallel", "clip", "tied"),
@@ -195,14 +244,15 @@ def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: in
     Raises:
         ConfigError: it needs more than the host has.
     """
-    size = 8 if config.dtype == "float64" else 4
-    moments = 2 if config.optimizer == "adamw" else 1
+    size = 8 if config.dtype == "float64" else 4  # of masters, gradients and moments
+    stored = 2 if config.dtype in ("float16", "bfloat16") else size
+    moments = {"adamw": 2, "sgd": 1}.get(config.optimizer, 0)
     if config.pp > 1:  # those of the first stage, which keeps most
         moments += {"pipedream": config.pp - 1, "pipedream-2bw": 1}.get(config.schedule, 0)
     rows = config.batch // (dp * config.microbatches)
-    weights = (2 + moments) * num_parameters * size // (config.tp * config.pp)
+    weights = ((2 + moments) * size + stored % size) * num_parameters // (config.tp * config.pp)
     stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
-    activations = rows * config.seq_len * config.width * config.layers * size // (stream * config.pp)
+    activations = rows * config.seq_len * config.width * config.layers * stored // (stream * config.pp)
     needed = (weights + activations) * ranks_on_host
     if needed > host_bytes:
         raise ConfigError(

@@ -7,6 +7,8 @@ and whoever runs the ranks prints it once and without a traceback.  What only we
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(ValueError):
     """A mistake that the user can mend; its text is all that is printed."""
@@ -41,7 +43,13 @@ class GraphError(UserError):
 
 
 class NumericsError(UserError):
-    """A value that must be finite is not."""
+    """A value that must be finite is not.
+
+    Attributes:
+        autopsy: what is known of it (an `mpitrain.pipeline.autopsy.Autopsy`); None: nobody looked.
+    """
+
+    autopsy: Any = None
 
 
 class CommError(UserError):

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 class Event(NamedTuple):
     """One thing that begins or ends on one rank.
 
-    kind   "action" | "op" | "message"
-    phase  "begin" | "end"
+    kind   "action" | "op" | "message" | "arrival": what a message brought that did not wait for it, whoever waited
+    phase  "begin" | "end"; an arrival only ends
     name   `F3@0`, `gelu`, `gelu.backward`, `all_reduce`
     info   what there is to know, by kind: module path, shapes, axis, bytes, arrays (references, never copies)
     """

@@ -148,7 +148,7 @@ def number(default: float | None, help: str, within: Interval, **more: Any) -> A
     return _field(float, default, help, within=within, **{"metavar": "X", **more})
 
 
-def choice(default: str, help: str, choices: Iterable[str], **more: Any) -> Any:
+def choice(default: str | None, help: str, choices: Iterable[str], **more: Any) -> Any:
     """A dataclass field that holds one of a few words."""
     return _field(str, default, help, choices=tuple(choices), **{"metavar": "NAME", **more})
 

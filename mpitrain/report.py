@@ -43,6 +43,7 @@ def step_line(
     lr: float,
     tokens_per_s: float,
     seconds_left: float,
+    skipped: bool = False,
 ) -> str:
     """The line of a logged step; columns stand under one another whatever the values are.
 
@@ -55,10 +56,12 @@ def step_line(
         lr: learning rate of this step.
         tokens_per_s: over all ranks.
         seconds_left: until the last step.
+        skipped: whether gradients overflowed, so that the step changed nothing.
     """
+    grad = "  skip" if skipped else _fixed(grad_norm, 3, 6)
     val = " " * 10 if val_loss is None else f"val {_fixed(val_loss, 4, 6)}"
     return (
-        f"step {step:>{len(str(steps))}}/{steps}  loss {_fixed(loss, 4, 6)}  {val}  grad {_fixed(grad_norm, 3, 6)}  "
+        f"step {step:>{len(str(steps))}}/{steps}  loss {_fixed(loss, 4, 6)}  {val}  grad {grad}  "
         f"lr {lr:.2e}  {tokens_per_s:>8,.0f} tok/s  left {duration(seconds_left)}"
     )
 

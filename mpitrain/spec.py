@@ -108,6 +108,15 @@ class Spec:
         """The axes over which squares are summed for the norm: Shard or Local; elsewhere a value counts once."""
         return tuple(axis for axis in ATOMIC_AXES if self.state(axis).dim is not None or self.state(axis) == LOCAL)
 
+    def without(self, dim: int) -> Spec:
+        """The spec of a tensor that lacks a dim of this one: of a sum over it that every rank has.
+
+        Along the axes that cut that dim all ranks hold the same then, as they do by default.
+        """
+        states = {axis: state for axis, state in self._states.items() if state.dim != dim}
+        later = {axis: Shard(s.dim - 1) for axis, s in states.items() if s.dim is not None and s.dim > dim}
+        return Spec({**states, **later})
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self._states == other._states
 

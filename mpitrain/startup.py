@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpitrain import kernels
-from mpitrain.assemble import build_rows, slice_lengths
+from mpitrain.assemble import build_rows, step_of
+from mpitrain.backend import is_half
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
@@ -15,7 +16,7 @@ from mpitrain.models.gpt import GPT
 from mpitrain.pipeline.partition import describe
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import Costs, simulate
-from mpitrain.plan.traffic import Step, Traffic, traffic
+from mpitrain.plan.traffic import Traffic, traffic
 
 MUCH_IDLE = 0.25  # of a step, from which on the start block says what helps
 IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
@@ -34,6 +35,8 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
             f"{config.seq_len} tokens, {'tied' if config.tied else 'untied'} head",
         ),
         ("parameters", f"{model.config.num_parameters:,} in {config.dtype}, {_tensors(mesh, model)}"),
+        *([("precision", _precision(config))] if is_half(model.like.dtype) or config.scaling != "none" else []),
+        *([("recompute", _recompute(config, model))] if _recompute(config, model) else []),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
         *([("pipeline", _pipeline(config, mesh, model))] if mesh.pp.size > 1 else []),
         ("mesh", ", ".join([grid.removeprefix("mesh of 1 rank: "), *_cuts(config, mesh)])),
@@ -55,24 +58,30 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
     ]
 
 
+def _precision(config: Config) -> str:
+    """Masters, and how gradients are scaled."""
+    masters = "float32 masters, gradients and moments; " if config.dtype in ("float16", "bfloat16") else ""
+    scaling = {
+        "none": "gradients without a scale",
+        "dynamic": f"loss scale {config.loss_scale:g}, doubled after {config.loss_scale_window} clean steps",
+        "static": f"loss scale {config.loss_scale:g}, fixed",
+        "blocks": "a scale for each residual branch, float32 stream",
+    }
+    return masters + scaling[config.scaling]
+
+
+def _recompute(config: Config, model: GPT) -> str:
+    """What backward makes again besides attention scores; '' for nothing."""
+    blocks = sum(block.recompute for block in model.blocks)
+    others = [m.name for m in model.modules() if m.recompute and m not in model.blocks]
+    said = [f"{blocks} of {len(model.blocks)} blocks here"] * (blocks > 0) + others[:4] + ["..."] * (len(others) > 4)
+    kept = "attention scores are kept" if config.recompute == "none" else ""
+    return "; ".join(filter(None, (", ".join(said), kept)))
+
+
 def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
     """What a rank sends in a step, by axis: this one, and of a pipeline the one whose stages send most."""
-    slices = slice_lengths(config, model.config)
-    step = Step(
-        model.config,
-        config.batch,
-        config.microbatches,
-        model.like.dtype,
-        dp=mesh.dp.size,
-        tp=mesh.tp.size,
-        cp=mesh.cp.size,
-        sequence_parallel=config.sequence_parallel,
-        cp_attention=config.cp_attention,
-        tp_rank=mesh.tp.rank,
-        pp=mesh.pp.size,
-        partition=model.partition,
-        slices=None if slices is None else tuple(slices),
-    )
+    step = step_of(config, mesh, model)
     most = max((traffic(replace(step, pp_rank=rank)) for rank in range(step.pp)), key=Traffic.total)
     return str(most) if step.pp == 1 else f"at most {most}"
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,10 @@ from mpitrain.assemble import (
     build_executor,
     build_model,
     build_optimizer,
+    parameter_groups,
     read_corpus,
     run_folder,
+    step_of,
 )
 from mpitrain.clock import Clock, seconds
 from mpitrain.comm.launcher import is_first
@@ -38,14 +40,19 @@ from mpitrain.config_rules import check_layout
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
+from mpitrain.debug.memory import MemoryLedger
 from mpitrain.debug.states import StateChecker
 from mpitrain.errors import CheckpointError, ConfigError, MeshError
 from mpitrain.events import listen
+from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_a_block
+from mpitrain.memory_table import table as memory_table
 from mpitrain.metrics import MetricsWriter, read_metrics
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
+from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
+from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.startup import facts
@@ -181,11 +188,13 @@ class Training:
         self.corpus: Corpus = read_corpus(config, self.world)
         self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
         self.model: GPT = build_model(config, self.corpus, mesh)
+        check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)
         if found is None:  # last, so that a mistake leaves no folder behind
             together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
         self._lock = together(self.world, lambda: checkpoint.hold(self.folder), here=self.world.rank == 0)
         self.world.board.run_folder = str(self.folder)
         self.seen = 0  # targets learned from
+        self._told_of_blocks = False
 
     def run(self) -> None:
         """All steps, and what comes after the last one."""
@@ -200,7 +209,7 @@ class Training:
             block = facts(self.config, self.mesh, self.model, self.corpus, self.folder)
             self.terminal.heading(start_block("mpitrain", block))
         steps = self._fixed_steps()
-        optimizer = build_optimizer(self.config, self.model)
+        optimizer = build_optimizer(self.config, self.model, self.mesh)
         self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps)
         done = 0 if self.found is None else self._resume(self.found, optimizer)
         if done > steps:
@@ -224,12 +233,18 @@ class Training:
         clock = Clock(config.batch * config.seq_len)
         batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last, self.model.positions_here)
         checker = StateChecker(self.model.parameters(), self.mesh) if config.check else None
-        with metrics or contextlib.nullcontext(), listen(checker) if checker else contextlib.nullcontext():
+        ledger = MemoryLedger({"corpus": (self.corpus.train, self.corpus.val)}) if config.memory else None
+        hunter = Hunter(self.model, optimizer, self.world.rank) if config.check else None
+        listeners = [listener for listener in (checker, hunter, ledger) if listener is not None]
+        with metrics or contextlib.nullcontext(), contextlib.ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(listen(listener))
             step = done
             while step < last:
                 row = self._row(step, last, steps)
                 reports = self.executor.run(list(islice(batches, row)))
                 clock.tick(row)
+                held = self._held(ledger, row) if ledger is not None and (step == done or step + row >= last) else None
                 for report in reports:
                     step += 1
                     self.seen += 0 if report.skipped else report.targets
@@ -239,7 +254,10 @@ class Training:
                         clock.restart()
                     if metrics is not None:
                         logged = step in (done + 1, last) or val_loss is not None or step % log_every == 0
-                        self._tell(metrics, clock, report, step, steps, val_loss, logged)
+                        peaks = largest_of_ranks(held) if held is not None and step == last else None
+                        self._tell(metrics, clock, report, step, steps, val_loss, logged, peaks)
+                if held is not None:
+                    self._say_memory(held, step)
                 if (config.save_every and step % config.save_every == 0) or (step == last and config.stop_after):
                     self._say(f"saved {self._save(step, optimizer)}")
                     clock.restart()
@@ -264,11 +282,24 @@ class Training:
         steps: int,
         val_loss: float | None,
         logged: bool,
+        peaks: Mapping[str, int] | None,
     ) -> None:
         """What a step did: to the file of metrics always, to the terminal where a line is due."""
         loss, norm, lr, left = report.loss, report.grad_norm, report.lr, (steps - step) * clock.seconds
         speed = clock.speed_of_step
-        metrics.write(step, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=speed, tokens=self.seen, val_loss=val_loss)
+        scale, skipped = (None, None) if self.executor.scaler is None else (report.scale, int(report.skipped))
+        metrics.write(
+            step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens_per_s=speed,
+            tokens=self.seen,
+            val_loss=val_loss,
+            loss_scale=scale,
+            skipped=skipped,
+            memory_peak_bytes=peaks,
+        )
         if logged:
             text = step_line(
                 step,
@@ -279,9 +310,22 @@ class Training:
                 lr=lr,
                 tokens_per_s=clock.speed,
                 seconds_left=left,
+                skipped=report.skipped,
             )
             self.terminal.line(text)
         self.terminal.progress(step, steps, f"loss {loss:.4f}  {clock.speed:,.0f} tok/s  left {duration(left)}")
+
+    def _held(self, ledger: MemoryLedger, row: int) -> list[Found]:
+        """What every rank holds, and was predicted to; collective."""
+        step = step_of(self.config, self.mesh, self.model, row)
+        return list(self.world.exchange(found_here(ledger, step, self.config)))
+
+    def _say_memory(self, held: Sequence[Found], step: int) -> None:
+        """Who holds how much; after the first step also what a block keeps."""
+        self._say(f"\n{memory_table(held, f'after step {step}')}\n")
+        if not self._told_of_blocks:
+            self._told_of_blocks = True
+            self._say(f"{of_a_block(step_of(self.config, self.mesh, self.model))}\n")
 
     def _validate(self) -> float:
         """Loss on the validation text, a mean over all ranks' windows."""
@@ -359,7 +403,10 @@ class Training:
         """Seconds of a step and of a validation, on the slowest rank; nothing is left of the steps that were timed."""
         config, dp = self.config, self.mesh.dp
         before = [flat.masters.copy() for flat in self.model.flats]
-        self.executor = build_executor(config, self.model, build_optimizer(config, self.model), self.mesh, TRIAL_STEPS)
+        scales = None if self.model.scales is None else self.model.scales.state_dict()
+        self.executor = build_executor(
+            config, self.model, build_optimizer(config, self.model, self.mesh), self.mesh, TRIAL_STEPS
+        )
         times = []
         positions = self.model.positions_here
         for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS, positions):
@@ -368,6 +415,8 @@ class Training:
         for flat, masters in zip(self.model.flats, before, strict=True):
             flat.masters[...] = masters
             flat.refresh()
+        if scales is not None:
+            self.model.scales.load_state(scales)
         slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
         return float(slowest[0]), float(slowest[1])
 
@@ -383,12 +432,14 @@ class Training:
             "data": {"next_step": step, "sha256": self.corpus.sha256},
             "config": asdict(self.config),
         }
-        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_dict(), self.mesh.coords)
+        if self.executor.scaler is not None:
+            scalars["scaler"] = self.executor.scaler.state_dict()
+        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_tensors(), self.mesh.coords)
         return checkpoint.save(self.folder, step, tensors, scalars, self.world, layout=self.mesh.sizes)
 
     def _resume(self, found: Path, optimizer: Optimizer) -> int:
         """Fill weights and optimizer from a checkpoint; the number of steps that are done."""
-        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_dict(), self.mesh.coords)
+        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_tensors(), self.mesh.coords)
         saved = checkpoint.load(found, tensors, self.world)
         for flat in self.model.flats:
             flat.refresh()
@@ -401,6 +452,8 @@ class Training:
                 "Give the same text with --data PATH, or start a new run."
             )
         optimizer.updates = saved["updates"]
+        if self.executor.scaler is not None and isinstance(saved.get("scaler"), dict):
+            self.executor.scaler.load_state(saved["scaler"])
         self.seen = saved["tokens"]
         together(self.world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=self.world.rank == 0)
         self._say(f"go on after step {saved['step']} from {found}\n")

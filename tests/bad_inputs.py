@@ -200,9 +200,14 @@ _FLAGS = [
     ("steps and budget", ("--steps", "5", "--budget", "9"), ("--steps 5", "--budget 9", "one of the two")),
     ("warm-up longer than the run", ("--steps", "5", "--warmup", "6"), ("--warmup 6", "5")),
     ("a broken number of warm-up steps", ("--warmup", "2.5"), ("--warmup 2.5", "whole number")),
+    ("a final rate of a schedule without an end", ("--lr-schedule", "constant", "--lr-final", "0.5"),
+     ("--lr-final 0.5", "constant")),
+    ("a group without a factor", ("--lr-groups", "table.*"), ("--lr-groups table.*", "factor")),
+    ("a group of nothing", ("--lr-groups", "a=1,=2"), ("--lr-groups a=1,=2", "pattern")),
+    ("a negative factor", ("--lr-groups", "*.bias=-2"), ("--lr-groups *.bias=-2", "0 or more")),
     ("resume latest of no run", ("--resume", "latest"), ("--resume latest", "--run DIR")),
     ("a negative rate with exponent", ("--lr", "-1e-3"), ("--lr -1e-3", "from 0 to 10")),
-]
+]  # fmt: skip
 
 _FILES: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("not TOML", "layers 2", ("not TOML",)),
@@ -307,6 +312,9 @@ def _layout_rows() -> Iterator[BadInput]:
         ("blocks in words without a pipeline", 2, ("--stage-layers", "one"), ("--stage-layers one", "whole numbers")),
         ("blocks of the chunks of one stage", 2, ("--schedule", "interleaved", "--stage-layers", "1,1"),
          ("--stage-layers 1,1", "2 of 1 stages")),
+        ("a group of no parameter of any stage", 2, (*_PP, "--lr-groups", "table.*=2,tabel.*=2"),
+         ("tabel.*", "no parameter", "table.weight")),
+        ("a group of what others have taken", 2, (*_PP, "--lr-groups", "*=2,head.*=2"), ("head.*", "before it")),
         ("a batch that does not divide over pipelines", 6, (*_PP, "--dp", "3"), ("--batch 16", "3", "Try --batch 15")),
     ):  # fmt: skip
         yield BadInput(name, argv, words, ranks, alone=False)

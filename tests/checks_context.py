@@ -14,6 +14,8 @@ import numpy as np
 
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.ops.attention import Attention
+from mpitrain.backend import dtype_of
+from mpitrain.comm.alone import Alone
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
@@ -207,10 +209,32 @@ def a_sequence_of_padding_gives_exactly_zero(world: World) -> None:
 
 def single_and_half_precision(world: World) -> None:
     axis = cp_of(world)
-    for dtype, tolerance in ((np.float32, 3e-6), (np.float16, 3e-3)):
+    for dtype, tolerance in ((np.float32, 3e-6), (np.float16, 3e-3), (dtype_of("bfloat16"), 2e-2)):
         for way in WAYS:
             equals_dense(problem(axis.size, dtype=dtype, drop=0.3), axis, way, tolerance)
             equals_dense(problem(axis.size, dtype=dtype, packed=True), axis, way, tolerance)
+
+
+def halves_on_many_ranks_are_those_of_one(world: World) -> None:
+    """What goes around is merged, and added up, in float32: no element is off by more than a rounding of its own.
+
+    The bound is one unit in the last place of an element, and a sixteenth of one of the largest.  Only rsa's gradients
+    may be off by a whole one: its softmax is at hand in backward, while all others have the result, which is rounded.
+    """
+    axis = cp_of(world)
+    for half, place in ((np.dtype(np.float16), 2.0**-10), (dtype_of("bfloat16"), 2.0**-7)):
+        for how in ({"drop": 0.3}, {"packed": True}, {"causal": False}):
+            p = problem(axis.size, chunk=8, d=16, dtype=half, **how)
+            whole, d_whole, _ = run(p, Alone(), "ring")
+            for way in WAYS:
+                part = here(p, axis, way)
+                for name, mine, all_of in zip(("y", "d_qkv"), run(p, axis, way), (whole, d_whole), strict=False):
+                    assert mine.dtype == half
+                    expected = all_of.astype(np.float64)
+                    other = 1 if (way, name) == ("rsa", "d_qkv") else 1 / 16
+                    bound = place * (np.abs(expected[:, part]) + other * np.abs(expected).max())
+                    error = np.abs(mine.astype(np.float64) - expected[:, part])
+                    assert (error <= bound).all(), (way, name, half, how, (error / bound).max())
 
 
 def messages_above_the_eager_limit(world: World) -> None:
@@ -390,6 +414,7 @@ CHECKS: list[Callable[[World], None]] = [
     documents_see_only_themselves_and_padding_nothing,
     a_sequence_of_padding_gives_exactly_zero,
     single_and_half_precision,
+    halves_on_many_ranks_are_those_of_one,
     messages_above_the_eager_limit,
     gradients_are_those_of_finite_differences,
     bytes_are_those_of_the_formulas,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import to_host
+from mpitrain.backend import dtype_of, to_host
 from mpitrain.checkpoint.layout import counted_here
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.mesh import Mesh
@@ -21,9 +21,12 @@ from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.compare import compare
 from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.transformer import branches
 from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.adafactor import Adafactor
 from mpitrain.optim.adam import AdamW
-from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.optimizer import Optimizer, StateTensor
+from mpitrain.optim.scaler import BlockScaler, LossScaler
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer
 from mpitrain.parallel.replicas import check_replicas
@@ -35,7 +38,7 @@ SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16, dropout=0.2
 SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12, dropout=0.2)  # for 3 and 6 ranks
 FIVE = GPTConfig(vocab=11, layers=1, width=20, heads=5, seq_len=20, dropout=0.2)
 BATCH = 24
-STEPS = 4
+STEPS = 3  # two in which the ranks check each other's messages and batches, and one as all that follow
 AXES = ("pp", "dp", "cp", "tp")
 LAYOUT = {*AXES, "sp", "kind", "micros", "schedule", "chunks", "slices", "blocks", "bucket_bytes"}
 """What must not change a training run."""
@@ -43,18 +46,31 @@ Found = dict[str, dict[str, np.ndarray]]
 
 
 def whole(world: World, mesh: Mesh, parameters: Iterable[Parameter], arrays: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Full tensors from the slabs of all ranks: every rank that counts a slab brings it, the others bring zeros.
+    """Full tensors from the slabs that all ranks hold of parameters, or of what belongs to them."""
+    return joined(world, mesh, {p.name: (p, a) for p, a in zip(parameters, arrays, strict=True)})
+
+
+def states(world: World, mesh: Mesh, optimizer: Optimizer) -> Found:
+    """What an optimizer keeps: kind -> full tensors."""
+    kept = optimizer.state_tensors()
+    return {kind: joined(world, mesh, {name: (t, t.array) for name, t in of.items()}) for kind, of in kept.items()}
+
+
+def joined(world: World, mesh: Mesh, slabs: dict[str, tuple[Parameter | StateTensor, np.ndarray]]) -> dict[str, Any]:
+    """Full tensors from slabs: every rank that counts one brings it, the others bring zeros.
 
     No rank of a pipeline knows all names: they are told first.
     """
-    mine = {p.name: (p, a) for p, a in zip(parameters, arrays, strict=True) if counted_here(p.spec, mesh.coords)}
+    mine = {name: (p, array) for name, (p, array) in slabs.items() if counted_here(p.spec, mesh.coords)}
     told = world.exchange({name: p.full_shape for name, (p, _) in mine.items()})
     found = {name: np.zeros(shape) for shapes in told for name, shape in shapes.items()}
     for name, (p, array) in mine.items():
         found[name][p.rectangle] = to_host(array)
-    joined = world.all_reduce(np.concatenate([array.reshape(-1) for array in found.values()]))
+    if not found:
+        return {}
+    flats = world.all_reduce(np.concatenate([array.reshape(-1) for array in found.values()]))
     ends = np.cumsum([array.size for array in found.values()])[:-1]
-    return {name: flat.reshape(found[name].shape) for name, flat in zip(found, np.split(joined, ends), strict=True)}
+    return {name: flat.reshape(found[name].shape) for name, flat in zip(found, np.split(flats, ends), strict=True)}
 
 
 def train(
@@ -66,6 +82,7 @@ def train(
     batch: int = BATCH,
     documents: bool = False,
     sgd: bool = False,
+    adafactor: bool = False,
     sp: bool = False,
     kind: str = "ring",
     schedule: str = "1f1b",
@@ -73,12 +90,16 @@ def train(
     slices: Sequence[int] | None = None,
     blocks: tuple[int, ...] | None = None,
     bucket_bytes: int = 0,
+    dtype: str = "float64",
+    scaling: str = "none",
+    scale: float = 2.0**12,
     xp: Any = np,
     **axes: int,
 ) -> Found:
     """Losses and norms, the gradients of the first step, the last weights and moments, all whole."""
     mesh = Mesh(world, **axes)
     stages = mesh.pp.size * chunks
+    scales = BlockScaler(branches(sizes.layers), start=scale) if scaling == "blocks" else None
     model = GPT(
         sizes,
         mesh,
@@ -86,17 +107,19 @@ def train(
         cp_attention=kind,
         partition=balance([1.0] * sizes.layers, stages) if blocks is None else Partition(blocks),
         seed=3,
-        dtype=np.float64,
+        dtype=dtype_of(dtype),
+        scales=scales,
         xp=xp,
     )
     executor = Executor(
         model,
-        optimizer := method(model, sgd),
+        optimizer := method(model, sgd, adafactor, mesh),
         mesh,
         complete(schedule, ranks=mesh.pp.size, microbatches=micros, chunks=chunks, slices=len(slices or (0,))),
         slices=slices,
         reducer=BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else FlatReducer(model.flats, mesh),
         clip=0.5,
+        scaler=LossScaler(scale) if scaling == "loss" else scales,
     )
     tokens = numbers(sizes)
     losses, norms, gradients = [], [], {}
@@ -107,23 +130,21 @@ def train(
         norms.append(executor.report.grad_norm)
         gradients = gradients or whole(world, mesh, model.parameters(), [p.grad for p in model.parameters()])
         check_replicas(model.parameters(), mesh, f"after step {len(losses)}")
-    states = optimizer.state_dict()
     return {
         "losses": {"loss": np.array(losses), "validation": np.array(executor.evaluate(few(tokens, mesh, model)))},
         "norms": {"norm": np.array(norms)},
         "gradients": gradients,
-        "weights": whole(world, mesh, model.parameters(), [p.data for p in model.parameters()]),
-        **{
-            kind: whole(world, mesh, model.parameters(), [of[p.name] for p in model.parameters()])
-            for kind, of in states.items()
-        },
+        "weights": whole(world, mesh, model.parameters(), [p.master for p in model.parameters()]),
+        **states(world, mesh, optimizer),
     }
 
 
-def method(model: GPT, sgd: bool = False) -> Optimizer:
+def method(model: GPT, sgd: bool = False, adafactor: bool = False, mesh: Mesh | None = None) -> Optimizer:
     """The optimizer of the proofs."""
     if sgd:
         return Sgd(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    if adafactor:
+        return Adafactor(model.parameters(), mesh=mesh, lr=0.02, beta1=0.5, eps=(1e-12, 1e-3), weight_decay=0.1)
     # The true gradient of a key's bias is zero, and AdamW divides the noise that is left by eps: a larger one keeps it
     # below the digits that are compared.
     return AdamW(model.parameters(), lr=2e-3, eps=1e-6, weight_decay=0.1)

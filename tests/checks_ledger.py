@@ -16,7 +16,9 @@ from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.ledger import Ledger, Place, in_step
 from mpitrain.events import listen
 from mpitrain.models.gpt import GPT, GPTConfig
-from mpitrain.optim.sgd import Sgd
+from mpitrain.models.transformer import branches
+from mpitrain.optim import Adafactor, Sgd
+from mpitrain.optim.scaler import BlockScaler
 from mpitrain.parallel.data import BucketedReducer
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
@@ -26,6 +28,7 @@ from mpitrain.plan.traffic import Step, cause_of, traffic
 
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16)
 SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12)  # for 3 and 6 ranks
+OPTIMIZERS = {"adamw": Sgd, "adafactor": Adafactor}  # who sends nothing is all one
 Sums = dict[tuple[str, str, str], tuple[int, int]]
 
 
@@ -41,7 +44,12 @@ def built(
         cp_attention=step.cp_attention,
         partition=step.partition,
         dtype=step.dtype,
+        keep_scores=step.recompute == "none",
+        scales=BlockScaler(branches(step.sizes.layers)) if step.scaled else None,
     )
+    again = [f"blocks.{n}" for n in range(step.sizes.layers) if step.is_recomputed(n)]
+    for module in model.modules():
+        module.recompute = module.name in (again if step.recomputed is None else step.recomputed)
     reducer = BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else None
     of_batches = functools.partial(
         complete,
@@ -54,13 +62,14 @@ def built(
     versions = SCHEDULES[schedule].versions
     executor = Executor(
         model,
-        Sgd(model.parameters()),
+        OPTIMIZERS[step.optimizer](model.parameters(), mesh=mesh),
         mesh,
         (lambda batches: of_batches(batches=batches)) if versions else of_batches(),
         reducer=reducer,
         clip=clip,
         versions=versions,
         slices=step.slices,
+        scaler=model.scales,
     )
     numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")

@@ -5,13 +5,13 @@
 A mutation is put on in the layout's run only, never in the one rank's that it is compared with: the oracle stays
 right.  Each is one line's worth of damage, of the kind that passes small tests elsewhere.  All of them must be caught,
 by `mpitrain verify` or by the check of states, and none may be inert: test_mutations.py sees to both.  Those of
-pipelines are in mutations_pipeline.py.
+pipelines are in mutations_pipeline.py, those of optimizers in mutations_optimizer.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,6 +81,17 @@ def put(target: Any, name: str, value: Any) -> Any:
     if isinstance(target, type) and isinstance(target.__dict__.get(name), staticmethod):
         value = staticmethod(value)
     return mock.patch.object(target, name, value)
+
+
+def clipped_by_own_norm() -> Any:
+    """Every rank clips by the norm of what it counts; what is told is right."""
+    rescale = Update._rescale
+
+    def own(self: Update, inverses: Sequence[float], clipped: float) -> None:
+        mine = float(np.sqrt(self._measure(inverses)[1]))
+        rescale(self, inverses, update.coefficient(mine, self._clip or None))
+
+    return put(Update, "_rescale", own)
 
 
 # ------------------------------------------------------------------------------------------------------------- tensor
@@ -186,16 +197,7 @@ def _() -> Iterator[None]:
 
 @bug("every rank clips by the norm of its own slabs", "tp2", "C28", seen=True, clip=0.01)
 def _() -> Iterator[None]:
-    whole = update.clip
-
-    def clip(counted: Any, grads: Any, limit: Any, total: Callable[[float], float]) -> Any:
-        def own(squares: float) -> float:
-            total(squares)
-            return squares
-
-        return whole(counted, grads, limit, own)
-
-    with put(update, "clip", clip):
+    with clipped_by_own_norm():
         yield
 
 

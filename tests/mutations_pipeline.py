@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from mutations import bug, put
+from mutations import bug, clipped_by_own_norm, put
 
 from mpitrain import collectives
 from mpitrain.autograd.carry import Carry
@@ -24,7 +24,7 @@ from mpitrain.models.gpt import GPT
 from mpitrain.nn import init as initial
 from mpitrain.optim.versions import Versions
 from mpitrain.parallel.stages import Links
-from mpitrain.pipeline import executor, flight, passes, running, schedules, update
+from mpitrain.pipeline import executor, flight, passes, running, schedules
 from mpitrain.pipeline.action import Action, Schedule
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
@@ -394,19 +394,7 @@ def _() -> Iterator[None]:
 
 @bug("every stage clips by its own norm", "pp2", "C28", clip=0.01)
 def _() -> Iterator[None]:
-    whole = update.clip
-
-    def own(counted: Any, grads: Any, limit: Any, total: Any) -> Any:
-        counted, found = list(counted), []
-
-        def of_stage(squares: float) -> float:
-            found.append(total(squares))
-            return squares
-
-        clipped = whole(counted, grads, limit, of_stage)
-        return clipped._replace(norm=float(np.sqrt(found[0])))  # what is told is right
-
-    with put(update, "clip", own):
+    with clipped_by_own_norm():
         yield
 
 
@@ -462,10 +450,10 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     block = transformer.Block.__init__
 
-    def local(self: Any, name: str, config: Any, cuts: Any) -> None:
-        block(self, name, config, cuts)
+    def local(self: Any, number: int, config: Any, cuts: Any) -> None:
+        block(self, number, config, cuts)
         for p in self.parameters():
-            init, first = p.init, p.name.replace(name, "blocks.0")
+            init, first = p.init, p.name.replace(f"blocks.{number}.", "blocks.0.")
             p.init = lambda _, *where, init=init, first=first: init(first, *where)
 
     with put(transformer.Block, "__init__", local):

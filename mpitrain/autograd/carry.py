@@ -10,6 +10,8 @@ the leaf's gradient becomes one more seed of the tape that made the value:
 A value has its whole gradient only when all later parts have been walked, hence the order.  Where nothing records, as
 in evaluation, there are no gradients, and only the first line happens.
 
+Where a part is recomputed in backward, it is given the same leaves again, and what it keeps is kept already.
+
 Source: Li et al. 2021, "TeraPipe", arXiv:2102.07988, section 3.1.
 """
 
@@ -17,9 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mpitrain import kernels
+from mpitrain.autograd.inner import hand_out
+from mpitrain.autograd.recompute import recomputing
 from mpitrain.autograd.tape import TAPE, Tape
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, wide
 from mpitrain.errors import GraphError
 
 
@@ -39,15 +44,21 @@ class _Kept:
 
     value: Tensor
     grad: Array | None = None
-    owned: bool = False  # whether grad is an array of ours, to write into
+    owned: bool = False  # whether grad is an array of ours, to write into: for halves a sum in float32
+
+    def seed(self) -> Array:
+        """The sum in the value's dtype: a sum of halves is rounded once, here."""
+        assert self.grad is not None
+        same = self.grad.dtype == self.value.dtype
+        return self.grad if same else kernels.narrow(self.grad, self.value.dtype)
 
 
 @dataclass
 class _Part:
-    """One slice: what it kept, by name, and the leaves that stand for what others kept."""
+    """One slice: what it kept, by name, and, also by name, the leaves that stand for what others kept."""
 
     kept: dict[str, _Kept] = field(default_factory=dict)
-    leaves: list[tuple[Leaf, _Kept]] = field(default_factory=list)
+    leaves: dict[str, list[tuple[Leaf, _Kept]]] = field(default_factory=dict)
 
 
 class Carry:
@@ -81,18 +92,17 @@ class Carry:
         """What earlier parts kept under this name, oldest first.
 
         Returns:
-            Leaves of the tape that records now; a gradient is asked for where a tape made the value.  Without a tape:
-            plain tensors.
+            Leaves of the tape that records now, the same ones however often a part asks; a gradient is asked for where
+            a tape made the value.  Without a tape: plain tensors.
         """
+        if self._runs_again:
+            return [leaf for leaf, _ in self._parts[-1].leaves.get(name, ())]
         *before, now = self._begun()
-        records = TAPE.get() is not None
-        leaves = []
-        for kept in (part.kept[name] for part in before if name in part.kept):
-            leaf = Leaf(kept.value, records and kept.value.requires_grad)
-            if leaf.requires_grad:
-                now.leaves.append((leaf, kept))
-            leaves.append(leaf)
-        return leaves
+        if name not in now.leaves:
+            records = TAPE.get() is not None
+            found = [part.kept[name] for part in before if name in part.kept]
+            now.leaves[name] = [(Leaf(kept.value, records and kept.value.requires_grad), kept) for kept in found]
+        return [leaf for leaf, _ in now.leaves[name]]
 
     def keep(self, name: str, value: Tensor) -> None:
         """Keep a value of this part for later ones, which have it until this part goes backward.
@@ -100,10 +110,18 @@ class Carry:
         Raises:
             GraphError: this part keeps something under this name already.
         """
+        hand_out(value)
+        if self._runs_again:
+            return
         now = self._begun()[-1]
         if name in now.kept:
             raise GraphError(f"part {len(self._parts) - 1} keeps two values as {name!r}; each needs a name of its own")
         now.kept[name] = _Kept(value)
+
+    @property
+    def _runs_again(self) -> bool:
+        """Whether the last part's forward is made again on its way back; a whole pass may be a second one, too."""
+        return self._turned and recomputing()
 
     def _begun(self) -> list[_Part]:
         if not self._parts or self._turned:
@@ -121,19 +139,19 @@ class Carry:
         self._check_last(part, "seeds", seeded=False)
         self._turned = self._seeded = True
         kept, self._parts[-1].kept = self._parts[-1].kept, {}
-        return [(item.value, item.grad) for item in kept.values() if item.grad is not None]
+        return [(item.value, item.seed()) for item in kept.values() if item.grad is not None]
 
     def pass_back(self, part: int, tape: Tape) -> None:
         """After the walk of a part's tape: hand the gradients of its leaves to the values that they stand for.
 
-        They leave `tape.grads`, and are summed in place.
+        They leave `tape.grads`, and are summed in place, in at least float32.
 
         Raises:
             GraphError: `seeds` was not called for this part just before.
         """
         self._check_last(part, "pass_back", seeded=True)
         self._seeded = False
-        for leaf, kept in self._parts.pop().leaves:
+        for leaf, kept in (pair for pairs in self._parts.pop().leaves.values() for pair in pairs):
             grad = tape.grads.pop(leaf, None)
             if grad is None:
                 continue
@@ -142,7 +160,8 @@ class Carry:
             elif kept.owned:
                 kept.grad += grad
             else:
-                kept.grad, kept.owned = kept.grad + grad, True
+                kept.grad, kept.owned = kept.grad.astype(wide(grad.dtype)), True
+                kept.grad += grad
 
     def _check_last(self, part: int, call: str, *, seeded: bool) -> None:
         """Parts go backward from the last to the first, each by seeds, walk, pass_back."""

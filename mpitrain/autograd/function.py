@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpitrain.autograd.tape import PATH, TAPE
+from mpitrain import kernels
+from mpitrain.autograd.tape import PATH, TAPE, Node
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, is_half
 from mpitrain.events import LISTENERS, Event, tell
 
 
@@ -50,6 +51,7 @@ class Function:
         takes_lazy: True if backward accepts a `Lazy` gradient; else it is computed first.
         like: the operation whose rules of states hold for this one too; None: its own, or those of an operation element
             by element.  Its inputs begin as those of `like`, and its keyword arguments are called as there.
+        node_type: the kind of node that a tape records; another one than `Node` is walked its own way.
 
     One that sends says so by an `arrow` (mpitrain.collectives.Arrow).
     """
@@ -60,6 +62,7 @@ class Function:
     undivided: ClassVar[bool] = False
     takes_lazy: ClassVar[bool] = False
     like: ClassVar[type[Function] | None] = None
+    node_type: ClassVar[type[Node]] = Node
 
     forward: ClassVar[Any]
     backward: ClassVar[Any]
@@ -119,14 +122,18 @@ def plain(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else x
 
 
-def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
+def unbroadcast(grad: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     """Sum `grad` down to `shape`, the shape that was broadcast to it: the backward of broadcasting.
 
-    Every dim that was added in front, or stretched from length 1, is summed over.
+    Every dim that was added in front, or stretched from length 1, is summed over, in at least float32.  The sum comes
+    out in `dtype`, or in that of `grad`.
     """
     if grad.shape == shape:
-        return grad
+        return grad if dtype is None else grad.astype(dtype, copy=False)
     extra = grad.ndim - len(shape)
     dims = tuple(range(extra))
     dims += tuple(i + extra for i, length in enumerate(shape) if length == 1 and grad.shape[i + extra] != 1)
-    return grad.sum(axis=dims, keepdims=True).reshape(shape) if dims else grad.reshape(shape)
+    dtype = grad.dtype if dtype is None else dtype
+    if dims:
+        grad = (kernels.widen(grad) if is_half(grad.dtype) else grad).sum(axis=dims, keepdims=True)
+    return grad.reshape(shape).astype(dtype, copy=False)

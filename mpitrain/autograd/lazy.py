@@ -3,6 +3,9 @@
 The gradient of a weight is a matrix product, or a sum of rows.  Returned as an array it would be a temporary as large
 as the weight, copied into the gradient buffer and thrown away.  Returned as a recipe, the first one of a step is
 written into the buffer with `out=`; only the later ones of an accumulated step need the temporary.
+
+A recipe also keeps the digits that a half precision would lose.  The gradient buffer of a half-precision parameter is
+float32: what is a sum reaches it as it was formed, and is rounded only where a gradient must have its tensor's dtype.
 """
 
 from __future__ import annotations
@@ -11,24 +14,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain import kernels
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, is_half, wide
 
 
 class Lazy:
-    """A gradient as a recipe."""
+    """A gradient as a recipe.
+
+    Attributes:
+        dtype: of the tensor whose gradient it is.
+    """
 
     __slots__ = ()
 
-    def array(self) -> Array:
-        """The gradient as a new array."""
+    dtype: Any
+
+    def unrounded(self) -> Array:
+        """The gradient as an array, of a half-precision tensor in float32; not to be written."""
         raise TypeError(f"{type(self).__name__} must say how its array is made")
 
+    def array(self) -> Array:
+        """The gradient as an array of its tensor's dtype; not to be written."""
+        return rounded(self.unrounded(), self.dtype)
+
     def write(self, out: Array, add: bool) -> None:
-        """Write the gradient into `out`, or add it to what is there."""
+        """Write the gradient into `out`, or add it to what is there; unrounded where that is float32."""
         if add:
-            out += self.array()
+            out += self.unrounded()
         else:
-            out[...] = self.array()
+            out[...] = self.unrounded()
+
+
+@dataclass(frozen=True)
+class Total(Lazy):
+    """A gradient that was summed already, in float32, for a tensor of half precision."""
+
+    total: Array
+    dtype: Any
+
+    def unrounded(self) -> Array:
+        return self.total
 
 
 @dataclass(frozen=True)
@@ -39,12 +63,12 @@ class Product(Lazy):
     b: Array  # (k, m)
     dtype: Any  # of the weight
 
-    def array(self) -> Array:
-        return kernels.matmul(self.a, self.b).astype(self.dtype, copy=False)
+    def unrounded(self) -> Array:
+        return kernels.matmul(self.a, self.b, dtype=wide(self.dtype))
 
     def write(self, out: Array, add: bool) -> None:
         if add:
-            out += kernels.matmul(self.a, self.b)
+            out += self.unrounded()
         else:
             kernels.matmul(self.a, self.b, out=out)
 
@@ -57,11 +81,16 @@ class RowSum(Lazy):
     """
 
     ids: Array  # (n,) int64
-    rows: Array  # (n, m)
+    rows: Array  # (n, m), of the table's dtype or wider
     shape: tuple[int, int]  # of the table
+    of: Any = None  # the table's dtype; None: that of the rows
 
-    def array(self) -> Array:
-        out = array_module(self.rows).zeros(self.shape, self.rows.dtype)
+    @property
+    def dtype(self) -> Any:
+        return self.rows.dtype if self.of is None else self.of
+
+    def unrounded(self) -> Array:
+        out = array_module(self.rows).zeros(self.shape, wide(self.dtype))
         kernels.row_sum(self.ids, self.rows, out)
         return out
 
@@ -69,3 +98,35 @@ class RowSum(Lazy):
         if not add:
             out[...] = 0
         kernels.row_sum(self.ids, self.rows, out)
+
+
+def summed(total: Array, dtype: Any) -> Any:
+    """What a backward returns for a tensor of `dtype` whose gradient it has as a sum in at least float32."""
+    if total.dtype == dtype:
+        return total
+    return Total(total, dtype) if is_half(dtype) else total.astype(dtype)
+
+
+def added(x: Array, y: Array) -> Array:
+    """The sum of two gradients of one tensor, new; of halves rounded once, a hundred times as fast as by NumPy."""
+    if x.dtype == y.dtype and is_half(x.dtype):
+        return kernels.residual(x, y, None, None, 0.0)
+    return x + y
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """x in another dtype, x itself where it has that; beyond the range of a half infinity, without a word."""
+    if x.dtype == dtype:
+        return x
+    return kernels.narrow(x, dtype) if is_half(dtype) else x.astype(dtype)
+
+
+def unrounded(grad: Any) -> Array:
+    """A gradient, be it an array or a recipe, in at least float32."""
+    return widened(grad.unrounded() if isinstance(grad, Lazy) else grad)
+
+
+def widened(x: Any) -> Any:
+    """x, in float32 if it is an array of halves."""
+    dtype = getattr(x, "dtype", None)
+    return kernels.widen(x) if dtype is not None and dtype.itemsize == 2 and is_half(dtype) else x

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mpitrain.autograd.lazy import Lazy
+from mpitrain.autograd.lazy import Lazy, added
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, is_half
 from mpitrain.errors import GraphError
 from mpitrain.events import LISTENERS, Event, tell
 
@@ -89,12 +89,31 @@ class Node:
     def __str__(self) -> str:
         left = ", ".join(f"%{slot}" for slot in self.outputs)
         args = ", ".join("const" if slot == CONSTANT else f"%{slot}" for slot in self.inputs)
-        static = ", ".join(text for text in (_static_text(*item) for item in self.static.items()) if text)
+        static = ", ".join(self.details())
         right = "  ".join(f"{shape} {dtype}" for shape, dtype in self.kinds)
         arrow = getattr(self.function, "arrow_text", None)
         parts = [f"{left} = {self.function.title()}({args}{'; ' if static else ''}{static})"]
         parts += [arrow(**self.static)] if arrow else []
         return "  ".join([*parts, right, self.path]).rstrip()
+
+    def details(self) -> list[str]:
+        """What is printed behind the inputs."""
+        return [text for text in (_static_text(*item) for item in self.static.items()) if text]
+
+    def held(self, packed: bool) -> Iterator[Any]:
+        """The arrays that wait in this node, or a policy's handles."""
+        for item in self.saved or ():
+            yield item[1] if packed else item
+
+    def walk(self, tape: Tape, grad: Any, half: str) -> Iterator[tuple[Any, ...]]:
+        """Its own way back, of a node that is of another kind than this class (see `Tape.backward` for what it yields).
+
+        Args:
+            tape: that it is on.
+            grad: of its output, a tuple where there are several; None where nobody wants one.
+            half: "" for the whole, "inputs" for B, which yields nothing, "weights" for W.
+        """
+        raise AssertionError("a plain node is walked by its tape")
 
 
 def _static_text(name: str, value: Any) -> str:
@@ -128,6 +147,9 @@ class Tape:
     `grads` holds, after backward, the gradient of every leaf that is not a Parameter (a stage's inputs).  A
     Parameter's gradient is added to its own `.grad`.
     """
+
+    gone = False
+    """Whether what it recorded was dropped, so that no gradient can pass through it any more."""
 
     def __init__(self, policy: SavePolicy | None = None) -> None:
         self.nodes: list[Node] = []
@@ -167,7 +189,7 @@ class Tape:
         """Append one node; called by `Function.apply` and nobody else."""
         if self._walked:
             raise GraphError("this tape was walked already: an op cannot be recorded on it any more")
-        node = Node()
+        node = function.node_type()
         node.function, node.static, node.path = function, static, path
         node.saved = saved if self.policy is None else self._pack(function, saved, inputs)
         node.firsts = ()
@@ -204,6 +226,11 @@ class Tape:
         """The slot of a tensor that this tape did not make; a new one on its first use."""
         slot = self._leaves.get(t)
         if slot is None:
+            if t.tape is not None and t.tape.gone:
+                raise GraphError(
+                    f"a value of shape {t.shape} that was made inside of a recomputed function is used outside of it,"
+                    " where its gradient would be lost: the function must return it"
+                )
             slot = self._slots
             self._slots += 1
             self._leaves[t] = slot
@@ -234,14 +261,21 @@ class Tape:
             handles.append((True, known[1]))
         return tuple(handles)
 
-    def _unpack(self, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert self.policy is not None
-        return tuple(self.policy.unpack(handle) if packed else handle for packed, handle in saved)
+    def saved_of(self, node: Node) -> tuple[Any, ...]:
+        """What a node saved, as it was."""
+        policy = self.policy
+        if policy is None:
+            return tuple(node.saved)
+        return tuple(policy.unpack(handle) if packed else handle for packed, handle in node.saved)
 
     def slot(self, t: Tensor) -> Slot | None:
         """The place of a tensor on this tape; None if it is not there, as a value that went through untouched."""
         number = t.slot if t.tape is self else self._leaves.get(t)
         return None if number is None else Slot(number, t.shape)
+
+    def leaf(self, slot: int) -> Tensor | None:
+        """The leaf at a slot: a parameter or an input; None where an op made the value or no gradient is wanted."""
+        return self._leaf_at.get(slot)
 
     # -- walking back -------------------------------------------------------------------------------------------------
 
@@ -276,7 +310,7 @@ class Tape:
             pass
         self._deliver()
         # The inputs have done their part; what of their arrays weights need stands among what is saved.
-        self._leaves = {t: slot for t, slot in self._leaves.items() if t.is_parameter}
+        self._leaves = {t: slot for t, slot in self._leaves.items() if t.weight_side}
         self._leaf_at = {slot: t for t, slot in self._leaves.items()}
 
     def backward_weights(self) -> Iterator[tuple[Any, ...]]:
@@ -329,6 +363,9 @@ class Tape:
                 grad = tuple([pending.pop(slot, None) for slot in outputs])
                 if all([g is None for g in grad]):
                     grad = None
+            if type(node) is not Node:
+                yield from node.walk(self, grad, "inputs" if deferring else "weights" if only_weights else "")
+                continue
             kept = deferring and True in node.weight_side
             if grad is not None:
                 wanted = node.weight_side if only_weights else node.wanted
@@ -357,7 +394,7 @@ class Tape:
             grad = tuple(g.array() if isinstance(g, Lazy) else g for g in grad)
         elif isinstance(grad, Lazy) and not node.function.takes_lazy:
             grad = grad.array()
-        saved = node.saved if self.policy is None else self._unpack(node.saved)
+        saved = node.saved if self.policy is None else self.saved_of(node)
         listeners = LISTENERS.get()
         if listeners:
             name = f"{node.function.title()}.backward"
@@ -386,13 +423,32 @@ class Tape:
             # Kept as it came: the array may be another slot's gradient too, so it must not be written.
             self._pending[slot] = grad
             return
-        addend = grad.array() if isinstance(grad, Lazy) else grad
-        if slot in self._owned:
+        before, addend = (g.array() if isinstance(g, Lazy) else g for g in (before, grad))
+        if slot in self._owned and not is_half(before.dtype):
             before += addend
             self._pending[slot] = before  # NumPy's sum of two 0-d arrays is a number, to which += makes a new one
         else:
-            self._pending[slot] = (before.array() if isinstance(before, Lazy) else before) + addend
+            self._pending[slot] = added(before, addend)
             self._owned.add(slot)
+
+    def lend(self, slot: int, other: Tape, other_slot: int) -> None:
+        """Have the gradient that a slot has so far wait on another tape, for one of its slots.
+
+        What that tape's walk adds comes after it, as it would if all were on one tape: so sums have the same bits.
+        """
+        grad = self._pending.pop(slot, None)
+        if grad is not None:
+            other._pending[other_slot] = grad  # what comes back is this array or a new one: nobody else's either way
+
+    def take_back(self, slot: int, other: Tape, leaf: Tensor) -> None:
+        """Take over the gradient that another tape found for one of its leaves."""
+        grad = other.grads.pop(leaf, None)
+        if grad is not None:
+            self._accumulate(slot, grad)
+
+    def leaves(self) -> Iterator[tuple[Tensor, int]]:
+        """The tensors that this tape uses and did not make, parameters too, with their slots."""
+        yield from self._leaves.items()
 
     def _deliver(self) -> None:
         """Move the gradients of leaves into `grads`."""
@@ -412,14 +468,21 @@ class Tape:
         `nbytes`.
         """
         weights = {id(_owner(array)) for _, array, _, _ in self._weights}
-        saved = (item[1] if self.policy is not None else item for node in self.nodes for item in node.saved or ())
         seen: dict[int, int] = {}
-        early = (grad for grads in self._made.values() for _, grad in grads)
-        for array in (*saved, *early, *self._kept.values()):
+        for array in self.held():
             if hasattr(array, "nbytes"):
                 owner = _owner(array)
                 seen[id(owner)] = 0 if id(owner) in weights else owner.nbytes
         return sum(seen.values())
+
+    def held(self) -> Iterator[Any]:
+        """Everything that waits for backward, an array as often as something holds it."""
+        packed = self.policy is not None
+        for node in self.nodes:
+            yield from node.held(packed)
+        for grads in self._made.values():
+            yield from (grad for _, grad in grads)
+        yield from self._kept.values()
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -57,14 +57,31 @@ class SlabRef(NamedTuple):
     counted_here: bool
 
 
-class _Holds(Protocol):
+class _Lies(Protocol):
+    """How a tensor lies across ranks, and which part of it is here."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]: ...
+    @property
+    def rectangle(self) -> tuple[slice, ...]: ...
+    @property
+    def spec(self) -> Spec: ...
+
+
+class _Holds(_Lies, Protocol):
     """What is asked of a parameter."""
 
-    name: str
-    full_shape: tuple[int, ...]
-    rectangle: tuple[slice, ...]
-    spec: Spec
-    data: Array
+    @property
+    def name(self) -> str: ...
+    @property
+    def master(self) -> Array: ...
+
+
+class _Keeps(_Lies, Protocol):
+    """What is asked of a tensor that an optimizer keeps."""
+
+    @property
+    def array(self) -> Array: ...
 
 
 def counted_here(spec: Spec, coords: Mapping[str, int]) -> bool:
@@ -78,23 +95,25 @@ def counted_here(spec: Spec, coords: Mapping[str, int]) -> bool:
 
 
 def slabs_of(
-    parameters: Iterable[_Holds], states: Mapping[str, Mapping[str, Array]], coords: Mapping[str, int]
+    parameters: Iterable[_Holds], states: Mapping[str, Mapping[str, _Keeps]], coords: Mapping[str, int]
 ) -> list[SlabRef]:
     """The slabs of a model and of its optimizer.
 
     Args:
         parameters: this rank's, materialised.
-        states: kind -> parameter's name -> array of its slab, as `Optimizer.state_dict` gives it.
+        states: kind -> parameter's name -> tensor, as `Optimizer.state_tensors` gives it; of any shape and spec.
         coords: this rank's place in the mesh.
 
     Returns:
-        Weights as `weight/NAME`, states as `KIND/NAME`; views, no copies.
+        Weights as `weight/NAME`, in the precision in which they are updated, states as `KIND/NAME`; views, no copies.
     """
     slabs = []
     for p in parameters:
-        counted = counted_here(p.spec, coords)
-        arrays = {"weight": p.master, **{kind: named[p.name] for kind, named in states.items()}}
-        slabs += [SlabRef(f"{kind}/{p.name}", p.full_shape, p.rectangle, a, counted) for kind, a in arrays.items()]
+        slabs.append(SlabRef(f"weight/{p.name}", p.full_shape, p.rectangle, p.master, counted_here(p.spec, coords)))
+        for kind, of in states.items():
+            if (state := of.get(p.name)) is not None:
+                counted = counted_here(state.spec, coords)
+                slabs.append(SlabRef(f"{kind}/{p.name}", state.full_shape, state.rectangle, state.array, counted))
     return slabs
 
 

@@ -495,7 +495,14 @@ class Communicator:
         def wait(pending: Pending) -> None:
             self._wait(pending, number, verb, a, how, peer)
 
-        return Request(pending, lambda: deliver(recv, x, out), wait)
+        def finish() -> Any:
+            listeners = LISTENERS.get()
+            if listeners and recv is not None:
+                info = {**self._info(number, verb, a, how, peer), "result": recv}
+                tell(listeners, Event("arrival", "end", verb, info))
+            return deliver(recv, x, out)
+
+        return Request(pending, finish, wait)
 
     def _wait(self, pending: Pending, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
         """Block on a message in flight, where the board and listeners see it."""

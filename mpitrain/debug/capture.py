@@ -5,9 +5,9 @@
     step 2   ...
 
 A listener on the executor's actions: when STEP begins the gradients are final, and must be copied at once, since
-clipping scales them in place; when it ends there are the weights, the optimizer's state and the step's report (where
-steps overlap, perhaps only with that of the last of them).  No line of a model, an optimizer or a reducer knows of it,
-nor does the script that trains.
+clipping scales them in place (the scale that keeps them from underflow is taken off the copy); when it ends there are
+the weights, the optimizer's state and the step's report (where steps overlap, perhaps only with that of the last of
+them).  No line of a model, an optimizer or a reducer knows of it, nor does the script that trains.
 
 A record is plain JSON and arrays, in memory or one after the other in a file.  A file that ends in the middle of a
 record, because its rank died, is read up to there.
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from mpitrain.autograd.recompute import Recompute
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_host
 from mpitrain.comm.communicator import Communicator
@@ -32,9 +33,15 @@ from mpitrain.comm.world import World
 from mpitrain.events import Event, listen
 from mpitrain.nn.module import PRECISION
 from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.optimizer import StateTensor
+from mpitrain.optim.scaler import Scaler
 from mpitrain.pipeline.action import COMPUTE, Action, Row, row_text
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.update import StepReport
+
+MADE_AGAIN = "made again"
+SCORES_KEPT = "scores kept"
+"""What a step can be seen to do for memory: backward runs a part of the model again; attention keeps its scores."""
 
 Fact = Any  # what JSON holds
 
@@ -43,13 +50,15 @@ class Record(NamedTuple):
     """One thing that was seen on a rank.
 
     facts of a `begin`: rank; executor, counted from 0; the mesh's sizes and coords; parameters: name, full shape,
-    rectangle and whether it decays, of each, in the model's order.
+    rectangle and whether it decays, of each, in the model's order; states: kind -> the same of the tensors that the
+    optimizer keeps, for the kinds whose tensors have other shapes than the parameters.
     facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
     the losses that this rank's forwards gave, 0 on ranks without the last stage; compute: the row of its F, B and W
     since the step before; batch: the step's place in its row, where several overlap; sent: (op, axis) of each kind of
-    op that sent in a forward so far, over an axis of more than one rank; targets, loss, norm, learning rate, updates.
-    A step that was cut short has what there was.
-    arrays: kind -> vector of all slabs, in the order of the begin's parameters.
+    op that sent in a forward so far, over an axis of more than one rank; memory: MADE_AGAIN and SCORES_KEPT, those that
+    were seen so far; targets, loss, norm, learning rate, scale of the gradients, skipped (0 or 1), updates.  A step
+    that was cut short has what there was.
+    arrays: kind -> vector of all slabs, in the order of the begin's parameters or states.
     """
 
     facts: dict[str, Fact]
@@ -105,12 +114,16 @@ class Recorder:
         self._executors = 0  # that were seen, also those that are gone
         self._done = 0  # steps of all executors
         self._watched: _Course | None = None  # in whose forward this rank is
+        self._walked: _Course | None = None  # in whose backward
         self._open: tuple[Executor, _Course] | None = None  # in whose STEP
 
     def __call__(self, event: Event) -> None:
         if event.kind == "op":
-            if self._watched is not None and event.phase == "begin":
-                self._watched.note(event.name, event.info["inputs"], event.info["static"].get("axis"))
+            if event.phase == "begin":
+                if self._watched is not None:
+                    self._watched.note(event.name, event.info["inputs"], event.info["static"])
+                elif self._walked is not None and event.info["function"] is Recompute:
+                    self._walked.memory.add(MADE_AGAIN)
         elif event.kind == "action" and event.info["executor"].mesh.world is self._world:
             self._action(event.phase, event.info)
 
@@ -124,13 +137,15 @@ class Recorder:
             self._keep(course.begin(self._world.rank, executor))
         if action.kind in COMPUTE and phase == "begin":
             course.compute.append(action)
+        if action.kind == "B":
+            self._walked = course if phase == "begin" else None
         if action.kind == "F":
             self._watched = course if phase == "begin" else None
             loss: Tensor | None = info.get("output")
             if loss is not None:  # of the last stage; others pass activations on
                 course.own_loss += float(to_host(loss.data))
         elif action.kind == "STEP" and phase == "begin":
-            course.gradients = _vector(p.grad if p.touched else np.zeros_like(p.grad) for p in course.parameters)
+            course.gradients = _vector(_gradient(p, executor.scaler) for p in course.parameters)
             self._open = executor, course
         elif action.kind == "STEP":
             self._open = None
@@ -167,9 +182,13 @@ class _Course:
         self._arrays = {id(p.data): p.name for p in self.parameters}  # those that were not used yet
         self._used: list[list[str]] = []  # names by the op that uses them first, in the order of forward
         self._sent: set[tuple[str, str]] = set()  # (op, axis)
+        self.memory: set[str] = set()
 
-    def note(self, op: str, inputs: Iterable[Any], axis: Any) -> None:
+    def note(self, op: str, inputs: Iterable[Any], static: Mapping[str, Any]) -> None:
         """Forward uses these arrays: backward will make a parameter final where it was used first."""
+        axis = static.get("axis")
+        if static.get("keep_scores"):
+            self.memory.add(SCORES_KEPT)
         if isinstance(axis, Communicator) and axis.size > 1:
             self._sent.add((op, axis.name))
         if self._arrays:
@@ -178,19 +197,22 @@ class _Course:
 
     def begin(self, rank: int, executor: Executor) -> Record:
         mesh = executor.mesh
-        slabs = [
-            [p.name, list(p.full_shape), [[s.start, s.stop] for s in p.rectangle], p.decay] for p in self.parameters
-        ]
+        slabs = [[p.name, *_place(p), p.decay] for p in self.parameters]
+        places = [slab[:3] for slab in slabs]
+        states = {}
+        for kind, of in executor.optimizer.state_tensors().items():
+            if [[name, *_place(tensor)] for name, tensor in of.items()] != places:
+                states[kind] = [[name, *_place(tensor), False] for name, tensor in of.items()]
         facts = {"rank": rank, "executor": self.number, "sizes": dict(mesh.sizes), "coords": dict(mesh.coords)}
         weights = _vector(p.master for p in self.parameters)
-        return Record({"is": "begin", **facts, "parameters": slabs}, {"weight": weights})
+        return Record({"is": "begin", **facts, "parameters": slabs, "states": states}, {"weight": weights})
 
     def step(self, executor: Executor, batch: int) -> None:
         """A step has ended; its numbers may not be known yet."""
         record = self._record()
         record.arrays["weight"] = _vector(p.master for p in self.parameters)
         for kind, of in executor.optimizer.state_dict().items():
-            record.arrays[kind] = _vector(of[p.name] for p in self.parameters)
+            record.arrays[kind] = _vector(of.values())
         record.facts["batch"] = batch
         record.facts["updates"] = executor.optimizer.updates
         self._done += 1
@@ -222,14 +244,27 @@ class _Course:
         facts["own loss"], self.own_loss = self.own_loss, 0.0
         facts["compute"], self.compute = row_text(self.compute), []
         facts["sent"] = [list(pair) for pair in sorted(self._sent)]
+        facts["memory"] = sorted(self.memory)
         return Record(facts, {"gradient": self.gradients})
 
 
 def _with_numbers(record: Record, report: StepReport) -> Record:
     """A step's record with what its ranks have agreed on."""
     numbers = {"targets": report.targets, "loss": report.loss, "norm": report.grad_norm, "learning rate": report.lr}
-    record.facts.update(numbers)
+    record.facts.update(numbers, scale=report.scale, skipped=int(report.skipped))
     return record
+
+
+def _gradient(p: Parameter, scaler: Scaler | None) -> Array:
+    """A final gradient without the scale that it carries, by which tensors could not be compared in size."""
+    if not p.touched:
+        return np.zeros_like(p.grad)
+    return p.grad if scaler is None else p.grad * scaler.inverse(scaler.group(p))
+
+
+def _place(tensor: Parameter | StateTensor) -> list[Fact]:
+    """The full shape of a tensor, and this rank's rectangle of it."""
+    return [list(tensor.full_shape), [[part.start, part.stop] for part in tensor.rectangle]]
 
 
 def _vector(arrays: Iterable[Array]) -> np.ndarray:

@@ -117,7 +117,7 @@ class Ledger:
                 self._message_began = now
             else:
                 self._book(name, info, now - self._message_began)
-        else:
+        elif kind == "action":
             self._act(phase, info["action"], info["executor"].row)
 
     def _act(self, phase: str, action: Any, row: list[Any]) -> None:

@@ -12,8 +12,8 @@ The names below are what everybody calls.  Which version stands behind them is d
 `select`, for the whole process: at import the level that the environment variable MPITRAIN_KERNELS names, or else the
 best that this CPU runs.  Levels round differently, so ranks agree on one before they train.
 
-All kernels take float16, float32 and float64.  Half precision is storage only: sums, statistics and products are formed
-in float32.
+All kernels take float16, bfloat16, float32 and float64 (the update alone no halves).  Half precision is storage only:
+what a kernel gives is that of the same numbers in float32, rounded once; statistics and sums over rows stay float32.
 """
 
 import os

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Array, array_module, wide
+from mpitrain.backend import Array, array_module
 
 # 32 Ki float32 elements are 128 KiB: a block, its result and a scratch or two fit a 512 KiB second-level cache, and the
 # 1 us that a NumPy call costs is small against the 3 us and more that it works on the block.
@@ -16,8 +16,20 @@ BLOCK = 32_768
 
 VECTOR = 16_384  # elements of a block of an update: five float32 vectors of it are 320 KiB
 
-QUERIES = 64  # of one block of attention
+QUERIES = 64  # of one block of attention, and of one stripe of kept scores; csrc/table.h knows it as MT_STRIPE
 SCORES = 32_768  # of one block of attention
+
+
+def kept_scores(s: int, t: int, causal: bool) -> int:
+    """How many scores attention keeps of a head of s queries and t keys, if it keeps them.
+
+    All s * t; with causal attention stripes of QUERIES queries, of each as many keys as its last query sees: for whole
+    stripes s * (s + QUERIES) / 2.
+    """
+    if not causal:
+        return s * t
+    stripes, rest = divmod(s, QUERIES)
+    return QUERIES * QUERIES * (stripes * (stripes + 1) // 2) + rest * s
 
 
 def rows_of(x: Array) -> tuple[int, int]:

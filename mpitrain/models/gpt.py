@@ -28,15 +28,16 @@ import numpy as np
 from mpitrain import collectives
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, to_device, to_host
+from mpitrain.backend import Array, to_device, to_host, wide
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Dropout, LayerNorm
-from mpitrain.nn.module import Boundary, Module
+from mpitrain.nn.module import PRECISION, Boundary, Module
 from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.scaler import BlockScaler
 from mpitrain.parallel import context
 from mpitrain.parallel.sequence import SEQUENCE, between
 from mpitrain.parallel.stages import Links, check_whole, pass_through, stages_here
@@ -61,7 +62,9 @@ class GPT(Module):
         partition: how many blocks each stage of a pipeline has; None: as many each, as far as that goes.  Stage q is
             on rank q mod pp; there may be several a rank.
         seed: of the initial values and of dropout.
-        dtype: of weights, activations and gradients.
+        dtype: of weights, activations and gradients; halves have float32 masters, statistics, logits and loss.
+        keep_scores: whether attention keeps its scores for backward instead of making them again.
+        scales: of the gradients of each branch (`BlockScaler`); the stream, norms, table and head are then float32.
         xp: where they live: numpy, or cupy for this rank's device.
 
     Attributes:
@@ -85,13 +88,18 @@ class GPT(Module):
         partition: Partition | None = None,
         seed: int = 0,
         dtype: Any = np.float32,
+        keep_scores: bool = False,
+        scales: BlockScaler | None = None,
         xp: Any = np,
     ) -> None:
         super().__init__("gpt")
         self.config = config
         self.tp = mesh.tp
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        cuts = Cuts(mesh, self.sequence_parallel, cp_attention)
+        dtype = np.dtype(dtype if PRECISION.get() is None else PRECISION.get())
+        self.scales = scales
+        self.stream_dtype = dtype if scales is None else wide(dtype)
+        cuts = Cuts(mesh, self.sequence_parallel, cp_attention, keep_scores, scales, dtype)
         self.positions_here = self._positions_here(config, cuts)
         self.partition = balance([1.0] * config.layers, mesh.pp.size) if partition is None else partition
         self.num_stages = self.partition.stages
@@ -118,7 +126,7 @@ class GPT(Module):
             )
             self.drop = Dropout("drop", config.dropout)
         here = [number for stage in self.stages for number in self.partition.range(stage)]
-        self.blocks = [Block(f"blocks.{number}", config, cuts) for number in here]
+        self.blocks = [Block(number, config, cuts) for number in here]
         self._block_at = dict(zip(here, self.blocks, strict=True))
         if self._has_last:
             self.norm = LayerNorm("norm", width, spec=spec)
@@ -130,6 +138,10 @@ class GPT(Module):
                 self.table.weight if config.tied else None,
                 sequence_parallel=self.sequence_parallel,
             )
+        if scales is not None:
+            in_blocks = {p for block in self.blocks for p in block.parameters()}
+            for p in self.parameters():
+                p.in_full = p.in_full or p not in in_blocks
         self.materialize(mesh, seed, dtype, xp)
 
     @property
@@ -175,7 +187,7 @@ class GPT(Module):
         """The stream, for so many rows of so many tokens here."""
         cut_over = self.tp.size if self.sequence_parallel else 1
         states = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(SEQUENCE) if self.sequence_parallel else INVARIANT}
-        return (Boundary((rows, length // cut_over, self.config.width), self.like.dtype, states),)
+        return (Boundary((rows, length // cut_over, self.config.width), self.stream_dtype, states),)
 
     def _stage(self, stage: int, tokens: Array, this: Pass, *inputs: Tensor) -> Tensor:
         """The stream after a stage.
@@ -245,7 +257,7 @@ class GPT(Module):
             made,
             self.like,
         )
-        scores = np.empty((len(inputs), vocab), self.like.dtype)
+        scores = np.empty((len(inputs), vocab), wide(self.like.dtype))
         if self._has_last:
             mine = to_host(self._scores(made[self.num_stages - 1][0]).data[:, length - 1])
             room = -(-vocab // tp.size) - mine.shape[1]  # the last ranks may hold fewer columns, or none

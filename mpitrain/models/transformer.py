@@ -10,9 +10,10 @@ cp.  Source: Radford et al. 2019, section 2.3 (pre-LayerNorm); Shoeybi et al. 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.autograd import ops
+from mpitrain.autograd.ops.branch import Scales, enter_branch, leave_branch
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.comm.mesh import Mesh
@@ -91,17 +92,23 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a model is laid out on a mesh, besides the sizes of its axes.
+    """How a model is laid out on a mesh and what it keeps, besides the sizes of its axes.
 
     Attributes:
         mesh: the ranks.
         sequence_parallel: whether the stream between tensor-parallel regions is cut along the sequence.
         cp_attention: ring, ulysses or rsa: how attention reaches the keys of other ranks.
+        keep_scores: whether attention keeps its scores for backward, where whole sequences are here.
+        scales: of the gradients of each branch; None: they have none.
+        dtype: in which branches compute, if they have scales.
     """
 
     mesh: Mesh
     sequence_parallel: bool
     cp_attention: str
+    keep_scores: bool = False
+    scales: Scales | None = None
+    dtype: Any = None
 
 
 class Pass(NamedTuple):
@@ -144,6 +151,7 @@ class Attention(Module):
             raise ShapeError(f"{name}: {config.heads} heads are not divisible by axis tp of size {tp.size}.")
         self.cp = cuts.mesh.cp
         self.kind = cuts.cp_attention
+        self.keep_scores = cuts.keep_scores
         self.heads = config.heads // tp.size
         self.kv_heads = max(1, config.groups // tp.size)
         self.first_head = tp.rank * self.heads
@@ -171,10 +179,18 @@ class Attention(Module):
         if this.carry is not None:
             y = self._of_slice(qkv, this.carry, this.documents, rows, drop)
         elif this.positions is None:  # whole sequences are here
-            y = ops.attention(qkv, self.heads, self.kv_heads)
+            y = ops.attention(qkv, self.heads, self.kv_heads, keep_scores=self.keep_scores)
         else:
             y = context.attention(
-                qkv, self.heads, self.kv_heads, self.cp, self.kind, documents=this.documents, rows=rows, drop=drop
+                qkv,
+                self.heads,
+                self.kv_heads,
+                self.cp,
+                self.kind,
+                documents=this.documents,
+                rows=rows,
+                drop=drop,
+                keep_scores=self.keep_scores,
             )
         return self.proj(y, add_bias=False)
 
@@ -222,11 +238,18 @@ class Mlp(Module):
 
 
 class Block(Module):
-    """One layer of the model: attention, then MLP, each behind a norm and beside a residual."""
+    """One layer of the model: attention, then MLP, each behind a norm and beside a residual.
 
-    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
+    With scales the stream, norms and the last bias of each branch are float32, and a branch gets and gives half
+    precision (`mpitrain.autograd.ops.branch`).
+    """
+
+    def __init__(self, number: int, config: GPTConfig, cuts: Cuts) -> None:
+        name = f"blocks.{number}"
         super().__init__(name)
         spec = between(cuts.sequence_parallel)
+        self.scales, self.dtype = cuts.scales, cuts.dtype
+        self.number = number
         self.norm1 = LayerNorm(f"{name}.norm1", config.width, spec=spec)
         self.attention = Attention(f"{name}.attention", config, cuts)
         self.drop1 = Residual(f"{name}.drop1", config.dropout)
@@ -234,7 +257,28 @@ class Block(Module):
         self.mlp = Mlp(f"{name}.mlp", config, cuts)
         self.drop2 = Residual(f"{name}.drop2", config.dropout)
 
+        if self.scales is not None:
+            ends = (self.attention.proj.bias, self.mlp.down.bias)
+            for p in (*self.norm1.parameters(), *self.norm2.parameters(), *(p for p in ends if p is not None)):
+                p.in_full = True
+
     def forward(self, x: Tensor, this: Pass) -> Tensor:
-        branch = self.attention(self.norm1(x), this)
+        branch = self._leave(0, self.attention(self._enter(0, self.norm1(x)), this), x)
         x, normed = self.drop1.then(self.norm2, x, branch, self.attention.proj.bias, this.stream)
-        return self.drop2(x, self.mlp(normed), self.mlp.down.bias, this.stream)
+        branch = self._leave(1, self.mlp(self._enter(1, normed)), x)
+        return self.drop2(x, branch, self.mlp.down.bias, this.stream)
+
+    def _enter(self, which: int, x: Tensor) -> Tensor:
+        """Into attention (0) or MLP (1)."""
+        if self.scales is None:
+            return x
+        return enter_branch(x, self.scales, 2 * self.number + which, self.dtype)
+
+    def _leave(self, which: int, y: Tensor, x: Tensor) -> Tensor:
+        """Out of it, to the stream x."""
+        return y if self.scales is None else leave_branch(y, self.scales, 2 * self.number + which, x.dtype)
+
+
+def branches(layers: int) -> list[str]:
+    """How the names of the parameters of each branch begin, in the order of their scales."""
+    return [f"blocks.{number}.{part}." for number in range(layers) for part in ("attention", "mlp")]

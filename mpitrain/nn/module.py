@@ -7,12 +7,15 @@ names begin with, and it is given the axes that it sends over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpitrain.autograd.recompute import recompute
 from mpitrain.autograd.tape import PATH
 from mpitrain.backend import Array
 from mpitrain.errors import ConfigError
@@ -58,6 +61,7 @@ class Module:
         seed: of the initial values and of dropout.
         num_stages: stages of the whole model.
         stages: numbers of those that this rank holds, ascending.
+        recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
     """
 
     flats: list[Flat]
@@ -65,6 +69,7 @@ class Module:
     seed: int = 0
     num_stages: int = 1
     stages: tuple[int, ...] = (0,)
+    recompute: bool = False
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -75,6 +80,8 @@ class Module:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = PATH.set(self.name or PATH.get())  # a part without a name is its owner's
         try:
+            if self.recompute:
+                return recompute(self.forward, *args, **kwargs)
             return self.forward(*args, **kwargs)
         finally:
             PATH.reset(token)
@@ -161,3 +168,45 @@ class Module:
         for flat in self.flats:
             for p in flat.parameters:
                 p.touched = False
+
+
+def mark_recompute(
+    model: Module,
+    patterns: Sequence[str],
+    exchange: Callable[[list[bool]], Sequence[list[bool]]] | None = None,
+) -> list[str]:
+    """Mark parts of a model, by their names, to be recomputed in backward.
+
+    Args:
+        model: built; parts below it can be marked.
+        patterns: names as `blocks.3.mlp`, in which `*` stands for anything between two points: `blocks.*` is every
+            block, and no part of one.
+        exchange: of the axis over whose ranks the model's parts are divided (`mesh.pp.exchange`), where one rank need
+            not hold what a pattern means; None: all of it is here.
+
+    Returns:
+        The names of the parts of this rank that are marked now, in the model's order.
+
+    Raises:
+        ConfigError: a pattern means no part, on any rank; raised on all, and nothing is marked.
+    """
+    parts = [module for child in model.children() for module in child.modules() if module.name]
+    meant = [[module for module in parts if _matches(module.name, pattern)] for pattern in patterns]
+    here = [bool(modules) for modules in meant]
+    everywhere = [here] if exchange is None else exchange(here)
+    for number, pattern in enumerate(patterns):
+        if not any(rank[number] for rank in everywhere):
+            names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module.name) for module in parts))
+            raise ConfigError(
+                f"to be recomputed: {pattern!r} is no part of the model, whose parts are {', '.join(names[:12])}"
+                f"{' ...' if len(names) > 12 else ''}.\nA * stands for one name between two points: blocks.*.mlp"
+            )
+    for module in (module for modules in meant for module in modules):
+        module.recompute = True
+    return [module.name for module in parts if module.recompute]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a name is one that a pattern means, point by point."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

@@ -1,7 +1,7 @@
 """Adafactor: a second moment kept as the sums of its rows and columns, and steps that are relative to the weights.
 
 AdamW keeps two numbers a weight.  Adafactor keeps n + m for a matrix of n x m: the row sums R and the column sums C of
-the squared gradient, from which the best matrix of rank one with these sums is R C / sum(R).
+the squared gradient.  The matrix of rank one that has these sums is R C / sum(R).
 
     V = R C / sum(R)          second moment: every element, from a sum of its row and one of its column
     U = G / sqrt(V)           direction, about 1 in every element
@@ -17,22 +17,19 @@ Paper: Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mpitrain import kernels
 from mpitrain.backend import Array, array_module
+from mpitrain.comm.mesh import Mesh
 from mpitrain.kernels.blocks import row_blocks, vector_blocks
-
-Sums = dict[str, Array]
-"""What a rank's part adds to numbers of the logical tensor, by where the other summands are:
-
-    rows      on the ranks that hold other columns of the same rows
-    columns   on those that hold other rows of the same columns
-    matrix    on those that hold other parts of the same matrices
-    tensor    on all that hold other parts of the tensor
-"""
+from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.groups import Group, Treatment
+from mpitrain.optim.logical import Cut, LogicalSums, Sums
+from mpitrain.optim.optimizer import Optimizer, StateTensor, require
+from mpitrain.spec import slab_shape
 
 
 class Hyper(NamedTuple):
@@ -185,3 +182,114 @@ def _decay_into(mean: Array, new: Array, share: float) -> None:
 def _scalar(value: Any, like: Array) -> Array:
     """A number as an array without dims, of the dtype and on the device of another."""
     return array_module(like).asarray(value, dtype=like.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- the optimizer
+
+
+class Adafactor(Optimizer):
+    """Adafactor; the numbers of torch.optim.Adafactor where gradients are well above its eps.
+
+    Args:
+        parameters: what to train.
+        mesh: the layout; needed where ranks hold parts of a parameter.
+        lr: the largest relative step of a `step` that is given none.
+        beta1: decay rate of the mean of directions, in [0, 1); 0 keeps none.
+        eps: (added to squared gradients, least scale of weights); those of the paper unless given.  The root of the
+            first is the size of a gradient below which it moves ever less; rounding in a gradient whose true value is
+            zero, as that of a key's bias, is far above 1e-15 in float32.
+        clip: largest RMS of a tensor's direction; independent of clipping the gradient.
+        power: the second moment's decay rate is 1 - t^-power; above 0, at most 1.
+        weight_decay: decoupled, times lr; applies to the parameters with `decay`.
+        groups: other learning rates and decays by name (`mpitrain.optim.groups`).
+
+    A fused projection (queries, keys and values in one matrix) is one matrix: what is factored is the logical tensor,
+    so it does not depend on the layout.
+
+    Raises:
+        ConfigError: a value is out of its range, or a parameter is cut and there is no mesh, or it is cut over pp,
+            whose ranks update at different times.
+
+    Memory: n + m numbers of the masters' dtype for a matrix (n, m), and as many as weights with beta1.
+    Cost: two all-gathers a step for each set of axes over which parameters are cut: 2 and the row or column sums that
+    are not whole here for each of them in the first, one number for each in the second.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        *,
+        mesh: Mesh | None = None,
+        lr: float = 1e-2,
+        beta1: float = 0.0,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip: float = 1.0,
+        power: float = 0.8,
+        weight_decay: float = 0.0,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh)
+        require("beta1", beta1, 0 <= beta1 < 1, "at least 0, below 1")
+        require("eps1", eps[0], eps[0] >= 1e-37, "1e-37 or more, which is not 0 in float32")
+        require("eps2", eps[1], eps[1] >= 0, "0 or more")
+        require("clip", clip, clip > 0, "above 0")
+        require("power", power, 0 < power <= 1, "above 0, at most 1")
+        self.kinds = ("row_sums", "column_sums", "second_moment", *(("first_moment",) if beta1 else ()))
+        self.eps = eps
+        self._hyper = Hyper(0, lr, beta1, power, *eps, clip)
+        self._places = [
+            _Place(
+                p, treatment, {kind: t for kind in self.kinds if (t := _state_of(p, kind)) is not None}, Cut.of(p, mesh)
+            )
+            for p, treatment in zip(self.parameters, self.treatments, strict=True)
+        ]
+        self._tensors = {
+            kind: {place.parameter.name: place.state[kind] for place in self._places if kind in place.state}
+            for kind in self.kinds
+        }
+        self._cut = [place for place in self._places if place.cut.is_cut]
+        self._sum = LogicalSums([place.cut for place in self._cut], mesh)
+
+    def _update_all(self, lr: float) -> None:
+        courses = [self._course(place, lr) for place in self._cut]
+        sums = self._sum([next(course) for course in courses])
+        sums = self._sum([course.send(own) for course, own in zip(courses, sums, strict=True)])
+        for course, own in zip(courses, sums, strict=True):
+            with suppress(StopIteration):
+                course.send(own)
+        for place in self._places:
+            if not place.cut.is_cut:
+                alone(self._course(place, lr))
+            place.parameter.refresh()
+
+    def _course(self, place: _Place, lr: float) -> Generator[Sums, Sums, None]:
+        p, (decay, rate) = place.parameter, place.treatment
+        hyper = self._hyper._replace(update=self.updates, lr=lr * rate, weight_decay=decay)
+        state = {kind: tensor.array for kind, tensor in place.state.items()}
+        return update(p.master, p.grad, state, hyper, p.full_shape, place.cut.counts)
+
+    def state_tensors(self) -> dict[str, dict[str, StateTensor]]:
+        return self._tensors
+
+
+class _Place(NamedTuple):
+    """A parameter, how it is treated, what is kept for it, and how it is cut."""
+
+    parameter: Parameter
+    treatment: Treatment
+    state: dict[str, StateTensor]
+    cut: Cut
+
+
+def _state_of(p: Parameter, kind: str) -> StateTensor | None:
+    """A zero tensor of this kind; None where a parameter has none."""
+    ndim = len(p.full_shape)
+    summed = {"row_sums": ndim - 1, "column_sums": ndim - 2}.get(kind)  # the dim that is gone
+    if kind != "first_moment" and (summed is None) == (ndim > 1):
+        return None
+    shape, rectangle, spec = p.full_shape, p.rectangle, p.spec
+    if summed is not None:
+        shape, rectangle = shape[:summed] + shape[summed + 1 :], rectangle[:summed] + rectangle[summed + 1 :]
+        spec = spec.without(summed)
+    array = array_module(p.master).zeros(slab_shape(rectangle), p.master.dtype)
+    return StateTensor(array, shape, rectangle, spec)

@@ -6,15 +6,42 @@ the decay times the learning rate, as PyTorch does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from mpitrain import kernels
 from mpitrain.backend import Array
+from mpitrain.comm.mesh import Mesh
 from mpitrain.nn.parameter import Parameter
-from mpitrain.optim.optimizer import Optimizer, require
+from mpitrain.optim.elementwise import Elementwise
+from mpitrain.optim.groups import Group
+from mpitrain.optim.optimizer import require
 
 
-class AdamW(Optimizer):
+class Hyper(NamedTuple):
+    """Numbers of an update: t, counted from 1; alpha; the decay rates of the moments; epsilon; lambda."""
+
+    update: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def update(p: Array, g: Array, state: Sequence[Array], hyper: Hyper) -> None:
+    """One update in place of the weights p and their moments (m, v) by the gradient g, which is kept.
+
+        m = beta1 m + (1 - beta1) g                  v = beta2 v + (1 - beta2) g^2
+        p = p - lr weight_decay p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    All are vectors of one length and dtype, passed over once.
+    """
+    m, v = state
+    kernels.adamw(p, g, m, v, **hyper._asdict())
+
+
+class AdamW(Elementwise):
     """Adam with decoupled weight decay; the same numbers as torch.optim.AdamW.
 
     Args:
@@ -23,8 +50,10 @@ class AdamW(Optimizer):
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: applies to the parameters with `decay`.
+        groups: other learning rates and decays by name (`mpitrain.optim.groups`).
+        mesh: the layout; with groups, where not all parameters of the model are on this rank.
 
-    Memory: two vectors of the weights' dtype.
+    Memory: two vectors of the masters' dtype.
     """
 
     kinds = ("first_moment", "second_moment")
@@ -37,25 +66,15 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        groups: Sequence[Group] = (),
+        mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay)
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh)
         for name, beta in zip(("beta1", "beta2"), betas, strict=True):
             require(name, beta, 0 <= beta < 1, "at least 0, below 1")
         require("eps", eps, eps >= 0, "0 or more")
         self.beta1, self.beta2 = betas
         self.eps = eps
 
-    def _update(self, p: Array, g: Array, *state: Array, lr: float, decay: float) -> None:
-        m, v = state
-        kernels.adamw(
-            p,
-            g,
-            m,
-            v,
-            update=self.updates,
-            lr=lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=decay,
-        )
+    def _update(self, p: Array, g: Array, state: Sequence[Array], lr: float, decay: float) -> None:
+        update(p, g, state, Hyper(self.updates, lr, self.beta1, self.beta2, self.eps, decay))

@@ -12,8 +12,8 @@ Paper: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,9 +67,13 @@ def sum_of_squares(arrays: Iterable[Array]) -> float:
 
 def squares(arrays: Iterable[Array]) -> list[float]:
     """For each array the sum of the squares of its elements, in float64; infinity or NaN where an element is."""
-    found = [kernels.sum_of_squares(array) for array in arrays]
-    xp = array_module(*found)
-    return [float(value) for value in (found if xp is np else to_host(xp.stack(found)))]  # a device is waited for once
+    return on_host([kernels.sum_of_squares(array) for array in arrays])
+
+
+def on_host(numbers: Sequence[Any]) -> list[float]:
+    """Numbers, or arrays () on a device, which is waited for once."""
+    xp = array_module(*numbers)
+    return [float(number) for number in (numbers if xp is np else to_host(xp.stack(numbers)))]
 
 
 def global_norm(local_squares: float, sum_over_ranks: Callable[[float], float]) -> float:

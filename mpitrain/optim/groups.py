@@ -100,27 +100,5 @@ def check_groups(groups: Sequence[Group], names: Sequence[str], world: Communica
         )
 
 
-def parse_groups(text: str) -> tuple[Group, ...]:
-    """The groups that a word of the command line stands for: `table.*=0.5,*.bias=2`.
-
-    Raises:
-        ConfigError: it is not patterns and factors.
-    """
-    groups = []
-    for part in text.split(","):
-        pattern, equals, factor = part.strip().rpartition("=")
-        try:
-            value = float(factor)
-        except ValueError:
-            value = math.nan
-        if not equals or not pattern or not (math.isfinite(value) and value >= 0):
-            raise ConfigError(
-                f"--lr-groups {text!r}: {part.strip()!r} must be a pattern of names, = and a factor of 0 or more; "
-                "for example: table.*=0.5,*.bias=2"
-            )
-        groups.append(Group(pattern, value))
-    return tuple(groups)
-
-
 def _group_of(name: str, groups: Sequence[Group]) -> Group | None:
     return next((group for group in groups if fnmatchcase(name, group.pattern)), None)

@@ -1,8 +1,8 @@
-"""What every optimizer shares: its state, its blocks, and what a checkpoint keeps.
+"""What every optimizer shares: which parameters it treats how, when an update counts, and what a checkpoint keeps.
 
-The mathematics of a method is a pure function over plain vectors (`kernels.adamw`, `sgd.momentum`).  Here stands the
-loop that feeds it runs of neighbouring parameters.  State lies in one flat buffer a kind, in the order of the
-parameters, in the dtype of the masters: at least float32, in which an epsilon of 1e-8 is not 0.
+The mathematics of a method is one pure function, `update(p, g, state, hyper)`, in the file of its name.  Two kinds of
+loops feed it: over long runs of neighbouring parameters where every element is on its own (elementwise.py), and over
+logical tensors where an element's step depends on others (adafactor.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain import kernels
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array
+from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
-from mpitrain.optim.runs import Run, join
+from mpitrain.optim.groups import Group, check_groups, treatments
+from mpitrain.optim.runs import Run
+from mpitrain.spec import Spec
 
 
 class Joined(NamedTuple):
@@ -28,6 +30,19 @@ class Joined(NamedTuple):
     runs: Sequence[Run] = ()
 
 
+class StateTensor(NamedTuple):
+    """A tensor of an optimizer's state: this rank's part of it, and how it lies across ranks.
+
+    It need not have its parameter's shape: what is summed over a dim of the parameter lacks that dim, and its spec is
+    the parameter's without it.
+    """
+
+    array: Array
+    full_shape: tuple[int, ...]
+    rectangle: tuple[slice, ...]
+    spec: Spec
+
+
 class Optimizer(ABC):
     """Base of the optimizers.
 
@@ -35,33 +50,41 @@ class Optimizer(ABC):
         parameters: what to train, in the order of the model; materialised, their masters of one dtype.
         lr: learning rate of a `step` that is given none.
         weight_decay: applies to the parameters with `decay`.
+        groups: other learning rates and decays by name.
+        mesh: the layout; groups are then looked for in the whole model, not only in what this rank holds of it.
 
     Attributes:
-        kinds: names of the state vectors that the method keeps for each weight.
-        never_negative: those of them that are means of squares.
+        kinds: names of what the method keeps.
+        treatments: decay and factor on the learning rate of each parameter.
         updates: number of updates made; successes, not attempts.
         joined: the runs of the last step; joined anew by a step that finds other arrays.
 
     Raises:
-        ConfigError: a hyper-parameter is out of its range.
+        ConfigError: a hyper-parameter is out of its range, or a group has no parameter; with a mesh on every rank.
     """
 
     kinds: tuple[str, ...] = ()
-    never_negative: tuple[str, ...] = ()
 
-    def __init__(self, parameters: Iterable[Parameter], *, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        groups: Sequence[Group] = (),
+        mesh: Mesh | None = None,
+    ) -> None:
         require("lr", lr, lr >= 0, "0 or more")
         require("weight_decay", weight_decay, weight_decay >= 0, "0 or more")
         self.parameters = tuple(parameters)
+        check_groups(groups, [p.name for p in self.parameters], None if mesh is None else mesh.world)
+        self.treatments = treatments(self.parameters, groups, weight_decay)
         self.lr = lr
         self.weight_decay = weight_decay
         self.updates = 0
-        weights = [p.master for p in self.parameters]
-        dtypes = {array.dtype for array in weights}
+        dtypes = {p.master.dtype for p in self.parameters}
         assert len(dtypes) <= 1, f"parameters of one optimizer have one dtype, not {sorted(map(str, dtypes))}"
-        xp, dtype = array_module(*weights), next(iter(dtypes), np.dtype(np.float64))
-        self._size = sum(array.size for array in weights)
-        self._state = {kind: xp.zeros(self._size, dtype) for kind in self.kinds}
+        self.dtype = next(iter(dtypes), np.dtype(np.float64))
         self.joined = Joined()
 
     def step(self, lr: float | None = None) -> None:
@@ -72,42 +95,27 @@ class Optimizer(ABC):
         Args:
             lr: learning rate of this update, from the schedule.
         """
-        rate = self.lr if lr is None else lr
         for p in self.parameters:
             p.settle()
         self.updates += 1
-        for run in self._current_runs():
-            decay = self.weight_decay if run.decay else 0.0
-            stop = run.start + run.weights.size
-            state = [vector[run.start : stop] for vector in self._state.values()]
-            self._update(run.weights, run.grads, *state, lr=rate, decay=decay)
-            if run.halves is not None:
-                kernels.narrow(run.weights, run.halves.dtype, out=run.halves)
+        self._update_all(self.lr if lr is None else lr)
         for p in self.parameters:
             p.version += 1
 
     @abstractmethod
-    def _update(self, p: Array, g: Array, *state: Array, lr: float, decay: float) -> None:
-        """One run: the method's pure function with its hyper-parameters."""
+    def _update_all(self, lr: float) -> None:
+        """Write all masters, and the halves that are their rounding; `updates` counts this update already."""
 
-    def _current_runs(self) -> Sequence[Run]:
-        """The runs, joined again where a parameter's arrays were exchanged since the last step."""
-        arrays = [array for p in self.parameters for array in (p.data, p.master, p.grad)]
-        known = self.joined.arrays
-        if len(arrays) != len(known) or any(a is not b for a, b in zip(arrays, known, strict=True)):
-            self.joined = Joined(arrays, join(self.parameters))
-        return self.joined.runs
+    @abstractmethod
+    def state_tensors(self) -> dict[str, dict[str, StateTensor]]:
+        """The state for a checkpoint, besides `updates`: kind -> parameter's name -> tensor.
+
+        Every kind is there on every rank, also where no parameter of this rank has one.  The same dicts each time.
+        """
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
-        """The state for a checkpoint, besides `updates`: kind -> parameter's name -> view of its slab's shape."""
-        state: dict[str, dict[str, Array]] = {kind: {} for kind in self.kinds}
-        start = 0
-        for p in self.parameters:
-            stop = start + p.data.size
-            for kind in self.kinds:
-                state[kind][p.name] = self._state[kind][start:stop].reshape(p.data.shape)
-            start = stop
-        return state
+        """The arrays of the state on this rank, which are views: kind -> parameter's name -> array."""
+        return {kind: {name: tensor.array for name, tensor in of.items()} for kind, of in self.state_tensors().items()}
 
     def load_state(self, state: Mapping[str, Mapping[str, Array]], updates: int) -> None:
         """Take over what `state_dict` gave, by copy, and the number of updates made.

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpitrain.backend import Array
 from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.groups import Treatment
 
 
 class Run(NamedTuple):
@@ -22,36 +23,43 @@ class Run(NamedTuple):
         weights, grads: 1-d views; weights are the masters.
         halves: the rounding of the weights, with which the model computes; None where that is the weights themselves.
         start: number of elements of the parameters before it, in the order given.
-        decay: whether weight decay applies.
+        treatment: of all of them: weight decay, and factor on the learning rate.
     """
 
     weights: Array
     grads: Array
     halves: Array | None
     start: int
-    decay: bool
+    treatment: Treatment
 
 
-def join(parameters: Sequence[Parameter]) -> list[Run]:
-    """The fewest runs that cover the parameters in order; parameters without elements are left out."""
+def join(parameters: Sequence[Parameter], treatments: Sequence[Treatment]) -> list[Run]:
+    """The fewest runs that cover the parameters in order; parameters without elements are left out.
+
+    Args:
+        parameters: in the order of the state.
+        treatments: of each of them; a run has one.
+    """
     runs: list[Run] = []
     group: list[Parameter] = []
+    of_group = Treatment(0.0, 1.0)
     end = 0
-    for p in parameters:
+    for p, treatment in zip(parameters, treatments, strict=True):
         if p.data.size == 0:
             continue
         assert all(array.flags.c_contiguous for array in (p.data, p.master, p.grad)), p
         assert (p.grad.shape, p.grad.dtype) == (p.master.shape, p.master.dtype), p
-        if group and not _continues(group[-1], p):
-            runs.append(_run(group, end))
+        if group and not (treatment == of_group and _continues(group[-1], p)):
+            runs.append(_run(group, end, of_group))
             group = []
         group.append(p)
+        of_group = treatment
         end += p.data.size
-    return [*runs, _run(group, end)] if group else runs
+    return [*runs, _run(group, end, of_group)] if group else runs
 
 
 def _continues(before: Parameter, p: Parameter) -> bool:
-    return p.decay == before.decay and all(
+    return all(
         _adjoins(of_before, of_p)
         for of_before, of_p in ((before.data, p.data), (before.master, p.master), (before.grad, p.grad))
     )
@@ -69,10 +77,10 @@ def _adjoins(before: Array, array: Array) -> bool:
     )
 
 
-def _run(group: list[Parameter], end: int) -> Run:
+def _run(group: list[Parameter], end: int, treatment: Treatment) -> Run:
     size, first = sum(p.data.size for p in group), group[0]
     halves = None if first.master is first.data else _vector(first.data, size)
-    return Run(_vector(first.master, size), _vector(first.grad, size), halves, end - size, first.decay)
+    return Run(_vector(first.master, size), _vector(first.grad, size), halves, end - size, treatment)
 
 
 def _vector(first: Array, size: int) -> Array:

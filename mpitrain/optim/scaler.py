@@ -23,6 +23,12 @@ from typing import Any, Protocol
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
 
+GROWTH = 2.0 ** (1.0 / 1000.0)
+"""Of a branch's scale in a clean step."""
+
+BETWEEN = 125
+"""Steps in which a branch's scale is lowered once at most."""
+
 
 class Scaler(Protocol):
     """What a step asks of a scale.
@@ -33,7 +39,8 @@ class Scaler(Protocol):
         groups: into how many groups it parts the parameters.
     """
 
-    seed: float
+    @property
+    def seed(self) -> float: ...
 
     @property
     def shown(self) -> float: ...
@@ -147,7 +154,7 @@ class LossScaler:
                 return f"gradients overflow even at the lowest loss scale, {self.floor:g}"
             self.scale = max(self.scale / 2.0, self.floor)
         if self.skipped >= self.patience:
-            return f"{self.skipped} steps in a row were skipped, whatever the loss scale (now {self.scale:g})"
+            return f"{self.skipped} steps in a row were skipped (the loss scale is {self.scale:g} by now)"
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,3 +168,112 @@ class LossScaler:
             raise CheckpointError("The saved loss scale is none: it must be a power of two and three counts.")
         self.scale = float(scale)  # type: ignore[arg-type]
         self._clean, self._left, self.skipped = counts  # type: ignore[assignment]
+
+
+class BlockScaler:
+    """One scale S_k for each residual branch; the loss and the stream have none.
+
+    clean       S_k = S_k 2^(1/1000), at most `highest`
+    overflow    S_k = S_k / sqrt(2), at least `lowest`, unless it was lowered within the last 125 updates; the step is
+                skipped
+
+    Only the branches whose own gradients overflowed are lowered.  Scales are no powers of two: what carries them is
+    multiplied and divided in float32.
+
+    The paper multiplies start and bounds by the number of data-parallel ranks, because its loss is divided by the batch
+    of all of them.  Here they do not depend on the layout, so that every layout is the same run.
+
+    Args:
+        branches: how the names of each branch's parameters begin, in order (`blocks.0.attention.`).  Parameters that
+            are kept in full precision, or belong to no branch, carry no scale.
+        start: the scale of every branch at the start.
+        lowest, highest: bounds of the scales.
+        patience: skipped steps in a row after which something else than the scales is wrong.
+
+    Attributes:
+        scales: now, by branch.
+        skipped: steps in a row, up to now.
+
+    Source: Ramesh et al. 2021, arXiv:2102.12092, appendix D.1.
+    """
+
+    seed = 1.0
+
+    def __init__(
+        self,
+        branches: Sequence[str],
+        *,
+        start: float = 2.0**13,
+        lowest: float = 2.0**7,
+        highest: float = 2.0**24,
+        patience: int = 20,
+    ) -> None:
+        if not (0 < lowest <= start <= highest < math.inf and patience >= 1):
+            raise ConfigError(
+                f"block scaling: start {start:g} must be within {lowest:g} ... {highest:g}, and patience {patience} at"
+                " least 1."
+            )
+        self.branches = tuple(branches)
+        self.scales = [float(start)] * len(self.branches)
+        self.lowest, self.highest, self.patience = float(lowest), float(highest), patience
+        self.skipped = 0
+        self._lowered = [-BETWEEN] * len(self.branches)  # number of the update at which it was divided last
+        self._steps = 0
+        self._groups: dict[str, int] = {}
+
+    @property
+    def shown(self) -> float:
+        return min(self.scales, default=1.0)
+
+    @property
+    def groups(self) -> int:
+        """The branches, and before them what carries no scale."""
+        return 1 + len(self.branches)
+
+    def scale(self, branch: int) -> float:
+        """That of a branch, now."""
+        return self.scales[branch]
+
+    def group(self, p: Parameter) -> int:
+        if p.in_full:
+            return 0
+        if p.name not in self._groups:
+            found = (k for k, prefix in enumerate(self.branches, start=1) if p.name.startswith(prefix))
+            self._groups[p.name] = next(found, 0)
+        return self._groups[p.name]
+
+    def inverse(self, group: int) -> float:
+        return 1.0 / self.scales[group - 1] if group else 1.0
+
+    def settle(self, bad: Sequence[bool]) -> str | None:
+        self._steps += 1
+        self.skipped = self.skipped + 1 if any(bad) else 0
+        for k, overflow in enumerate(bad[1:]):
+            if not overflow:
+                if not self.skipped:
+                    self.scales[k] = min(self.scales[k] * GROWTH, self.highest)
+            elif self._steps - self._lowered[k] > BETWEEN:
+                self._lowered[k] = self._steps
+                self.scales[k] = max(self.scales[k] / math.sqrt(2.0), self.lowest)
+        if self.skipped >= self.patience:
+            return f"{self.skipped} steps in a row were skipped (the lowest scale of a branch is {self.shown:g} by now)"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scales": [*self.scales], "lowered": [*self._lowered], "steps": self._steps, "skipped": self.skipped}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        scales, lowered = state.get("scales"), state.get("lowered")
+        counts = [state.get("steps"), state.get("skipped")]
+        n = len(self.branches)
+        good = (
+            isinstance(scales, list)
+            and isinstance(lowered, list)
+            and len(scales) == len(lowered) == n
+            and all(isinstance(scale, float) and 0 < scale < math.inf for scale in scales)
+            and all(type(count) is int for count in (*lowered, *counts))
+        )
+        if not good:
+            raise CheckpointError(f"The saved scales of residual branches do not fit the {n} branches of this model.")
+        self.scales[:], self._lowered[:] = scales, lowered  # type: ignore[assignment]
+        self._steps, self.skipped = counts  # type: ignore[assignment]

@@ -1,50 +1,57 @@
 """Stochastic gradient descent: plain, with momentum, or with Nesterov's look ahead.
 
 Paper: Polyak 1964 (heavy ball); Sutskever et al. 2013, "On the importance of initialization and momentum in deep
-learning", in the form that PyTorch uses: the velocity holds gradients, not steps, so a change of the learning rate acts
-at once.
+learning", eq. 1 to 4, in the form that PyTorch uses: the velocity holds gradients, not steps, so a change of the
+learning rate acts at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from mpitrain.backend import Array, array_module
+from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.blocks import vector_blocks
 from mpitrain.nn.parameter import Parameter
-from mpitrain.optim.optimizer import Optimizer, require
+from mpitrain.optim.elementwise import Elementwise
+from mpitrain.optim.groups import Group
+from mpitrain.optim.optimizer import require
 
 
-def sgd(p: Array, g: Array, *, lr: float, weight_decay: float) -> None:
-    """One update in place, p = p - lr (g + weight_decay p); g is kept."""
-    xp = array_module(p)
-    for block, scratch in vector_blocks(p):
-        weights = p[block]
-        if weight_decay:
-            xp.multiply(weights, 1.0 - lr * weight_decay, out=weights)
-        xp.multiply(g[block], lr, out=scratch)
-        xp.subtract(weights, scratch, out=weights)
+class Hyper(NamedTuple):
+    """Numbers of an update.
+
+    lr: learning rate; momentum: mu, 0 for none; nesterov: step by the velocity as it will be after the next decay;
+    weight_decay: L2 penalty, part of the gradient.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
 
 
-def momentum(p: Array, g: Array, u: Array, *, lr: float, mu: float, nesterov: bool, weight_decay: float) -> None:
-    """One update in place of the weights p and the velocity u by the gradient g.
+def update(p: Array, g: Array, state: Sequence[Array], hyper: Hyper) -> None:
+    """One update in place of the weights p, and with momentum of their velocity (u), by the gradient g, which is kept.
 
         d = g + weight_decay p          u = mu u + d
         p = p - lr u                    or, with Nesterov,   p = p - lr (d + mu u)
 
-    Args:
-        p: weights, a vector.
-        g: their gradient, of the same length and dtype; kept.
-        u: velocity.
-        lr: learning rate.
-        mu: momentum.
-        nesterov: step by the velocity as it will be after the next decay.
-        weight_decay: L2 penalty, part of the gradient.
+    Without momentum u is d, and nothing is kept.  All are vectors of one length and dtype.
     """
     xp = array_module(p)
+    lr, mu, nesterov, weight_decay = hyper
     for block, scratch in vector_blocks(p):
-        weights, d, velocity = p[block], g[block], u[block]
+        weights, d = p[block], g[block]
+        if not state:
+            if weight_decay:
+                xp.multiply(weights, 1.0 - lr * weight_decay, out=weights)
+            xp.multiply(d, lr, out=scratch)
+            xp.subtract(weights, scratch, out=weights)
+            continue
+        velocity = state[0][block]
         if weight_decay:
             xp.multiply(weights, weight_decay, out=scratch)
             xp.add(scratch, d, out=scratch)
@@ -61,7 +68,7 @@ def momentum(p: Array, g: Array, u: Array, *, lr: float, mu: float, nesterov: bo
         xp.subtract(weights, scratch, out=weights)
 
 
-class Sgd(Optimizer):
+class Sgd(Elementwise):
     """Gradient descent; the same numbers as torch.optim.SGD without dampening.
 
     Args:
@@ -70,11 +77,13 @@ class Sgd(Optimizer):
         momentum: mu in [0, 1); 0 keeps no state.
         nesterov: needs a momentum.
         weight_decay: applies to the parameters with `decay`.
+        groups: other learning rates and decays by name (`mpitrain.optim.groups`).
+        mesh: the layout; with groups, where not all parameters of the model are on this rank.
 
     Raises:
         ConfigError: Nesterov without momentum, or a value out of its range.
 
-    Memory: one vector of the weights' dtype with momentum, none without.
+    Memory: one vector of the masters' dtype with momentum, none without.
     """
 
     def __init__(
@@ -85,6 +94,8 @@ class Sgd(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        groups: Sequence[Group] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         require("momentum", momentum, 0 <= momentum < 1, "at least 0, below 1")
         if nesterov and momentum == 0:
@@ -92,11 +103,7 @@ class Sgd(Optimizer):
         self.kinds = ("velocity",) if momentum else ()
         self.momentum = momentum
         self.nesterov = nesterov
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay)
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh)
 
-    def _update(self, p: Array, g: Array, *state: Array, lr: float, decay: float) -> None:
-        if self.momentum:
-            (u,) = state
-            momentum(p, g, u, lr=lr, mu=self.momentum, nesterov=self.nesterov, weight_decay=decay)
-        else:
-            sgd(p, g, lr=lr, weight_decay=decay)
+    def _update(self, p: Array, g: Array, state: Sequence[Array], lr: float, decay: float) -> None:
+        update(p, g, state, Hyper(lr, self.momentum, self.nesterov, decay))

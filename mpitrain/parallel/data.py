@@ -5,8 +5,8 @@ all axes where the parameter is Replicate*.  Nothing else happens to a gradient 
 in the parameter's spec, and parameters with the same axes lie in one flat buffer (`nn.parameter.Flat`).  A parameter
 that the two end stages of a pipeline share needs a second step, once a step of training: `sum_over_ends`.
 
-All reductions are sums, and gradients of halves travel as halves (`as_sent`).  The mean is taken once, in the seed of backward, which is one over the number of targets of
-the whole step on all ranks.
+All reductions are sums, and gradients of halves travel as halves (`as_sent`).  The mean is taken once, in the seed of
+backward, which is one over the number of targets of the whole step on all ranks.
 
     FlatReducer       waits for the last backward, then one all-reduce a flat buffer
     BucketedReducer   starts the all-reduce of a slice as soon as the gradients in it are final, while backward goes on

@@ -34,11 +34,11 @@ from mpitrain.autograd.ops import IGNORE
 from mpitrain.autograd.ops.fused import SoftmaxCrossEntropy, check_targets
 from mpitrain.autograd.ops.index import Take, beyond, integers
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
 from mpitrain.errors import ShapeError
-from mpitrain.kernels.blocks import rows_of, wide
+from mpitrain.kernels.blocks import rows_of
 from mpitrain.nn import init as initial
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Initializer, Parameter
@@ -104,7 +104,7 @@ class VocabularyHead(Module):
     """The scores of all words, x W, with the columns of W cut over `axis`.
 
     x (b, s, width)       Invariant on axis
-    logits (b, s, V_i)    Shard(2) on axis
+    logits (b, s, V_i)    Shard(2) on axis, in at least float32
 
     Forward sends nothing, backward all-reduces the gradient of x.  With sequence parallelism x is (b, s/n, width),
     Shard(1): forward all-gathers it, backward reduce-scatters its gradient.
@@ -148,7 +148,10 @@ class VocabularyHead(Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size > 1:
             x = enter(x, self.axis, self.sequence_parallel)
-        return ops.linear(x, self.table.T if self.weight is None else self.weight)
+        scores = wide(x.dtype)  # those of halves are not rounded: the loss is float32
+        return ops.linear(
+            x, self.table.T if self.weight is None else self.weight, dtype=None if scores == x.dtype else scores
+        )
 
 
 def cross_entropy(logits: Tensor, targets: Array, axis: Communicator, *, vocab: int, ignore: int = IGNORE) -> Tensor:

@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 
 from mpitrain.autograd.carry import Carry
+from mpitrain.autograd.recompute import CHECKS_PURITY, RECOMPUTING
 from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import array_module, collection_paused, keep_freed_memory, to_device, to_host
+from mpitrain.backend import Array, array_module, collection_paused, keep_freed_memory, to_device, to_host
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.request import Request
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ScheduleError
-from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.events import LISTENERS, Event, Listener, tell
 from mpitrain.nn.module import Module
 from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
@@ -38,10 +39,11 @@ from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
 from mpitrain.parallel.stages import Links, pass_through
 from mpitrain.pipeline.action import Action, Row, Schedule, row_text
+from mpitrain.pipeline.autopsy import autopsy
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.flight import Flight, beside, key_of
 from mpitrain.pipeline.running import RowPlan, Running
-from mpitrain.pipeline.update import StepReport, Update
+from mpitrain.pipeline.update import NotFinite, StepReport, Update
 
 DATA_AXES = ("edp", "ep", "cp")
 """The axes whose ranks see different tokens: what is counted per token is summed over their merge."""
@@ -170,6 +172,7 @@ class Executor:
                 if isinstance(batch, Batch):
                     check_batch(batch, self.mesh)
         run = self._running = Running(batches, self._plan(len(batches)))
+        purity = CHECKS_PURITY.set(self.mesh.world.mode.checked)  # in the first steps, and where all is checked
         # What overflows is found by the norm, on all ranks at once; NumPy would warn of one op on one rank.
         with (
             np.errstate(over="ignore", invalid="ignore", divide="ignore"),
@@ -177,7 +180,10 @@ class Executor:
         ):
             try:
                 self._run_all(run)
+            except NotFinite as error:
+                raise error.told(autopsy(self, batches)) from None
             finally:
+                CHECKS_PURITY.reset(purity)
                 self._running = None
                 self._broken = self.mesh.pp.size > 1 and not run.at_end
                 self._update.settle()  # after an error, too: who looks at a weight sees the newest
@@ -185,6 +191,31 @@ class Executor:
         if before < CHECKED_STEPS <= self._steps:
             self.mesh.world.release_checks()
         return run.reports
+
+    def run_again(self, batches: Sequence[Any], listener: Listener) -> None:
+        """Run the row of a step that was refused once more, up to its update, with one listener alone.
+
+        Collective over the world.  Nothing that counts steps, or passes through the model, takes notice.
+        """
+        empty_steps = self.empty_steps
+        self.model.start_step()
+        run = self._running = Running(batches, self._plan(len(batches)))
+        listeners, second = LISTENERS.set((listener,)), RECOMPUTING.set(True)
+        try:
+            for place, action in enumerate(run.plan.row):
+                if action.kind == "STEP":
+                    break
+                self._act(action, run, place)
+            self.links.finish()
+        finally:
+            RECOMPUTING.reset(second)
+            LISTENERS.reset(listeners)
+            self.empty_steps = empty_steps
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far, by this executor."""
+        return self._steps
 
     @property
     def report(self) -> StepReport | None:
@@ -235,14 +266,23 @@ class Executor:
         return plan
 
     def _compare_rows(self) -> None:
-        """Refuse rows that are not the same on all ranks: they would wait for messages that nobody sends.
+        """Refuse rows or recomputation that differ between ranks: they would wait for messages that nobody sends.
 
         Where steps overlap, those of a few batches tell.
         """
         some = (1,) if self._rule is None else (1, 3)
         text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
         mine = [hashlib.sha256(text.encode()).hexdigest(), self._rule, self.slices and list(self.slices)]
-        found = self.mesh.world.exchange(mine)
+        again = [self.mesh.pp.rank, sorted(module.name for module in self.model.modules() if module.recompute)]
+        told = self.mesh.world.exchange([mine, again])
+        of_stage = {pp_rank: names for _, (pp_rank, names) in reversed(told)}
+        odd = next((rank for rank, (_, (pp_rank, names)) in enumerate(told) if names != of_stage[pp_rank]), None)
+        if odd is not None:
+            raise ScheduleError(
+                f"rank {odd} makes other parts of the model again in backward than the ranks beside it: their messages"
+                " would not meet.\nMark the same modules on all ranks that hold them (mark_recompute)."
+            )
+        found = [rows for rows, _ in told]
         odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is not None:
             raise ScheduleError(
@@ -253,18 +293,21 @@ class Executor:
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _run_all(self, run: Running) -> None:
-        listeners = LISTENERS.get()
         for place, action in enumerate(run.plan.row):
-            if not listeners:
-                self._run(action, run, place)
-                continue
-            info = {"action": action, "executor": self, "batch": run.part(action)}
-            if action.kind == "F":
-                info["inputs"] = self._inputs(action, run)
-                info["boundary"] = self.model.boundary(action.stage, run.part(action))
-            tell(listeners, Event("action", "begin", str(action), info))
+            self._act(action, run, place)
+
+    def _act(self, action: Action, run: Running, place: int) -> None:
+        listeners = LISTENERS.get()
+        if not listeners:
             self._run(action, run, place)
-            tell(listeners, Event("action", "end", str(action), {**info, **run.made(action)}))
+            return
+        info = {"action": action, "executor": self, "batch": run.part(action)}
+        if action.kind == "F":
+            info["inputs"] = self._inputs(action, run)
+            info["boundary"] = self.model.boundary(action.stage, run.part(action))
+        tell(listeners, Event("action", "begin", str(action), info))
+        self._run(action, run, place)
+        tell(listeners, Event("action", "end", str(action), {**info, **run.made(action)}))
 
     def _run(self, action: Action, run: Running, place: int) -> None:
         run.at_end = place == len(run.plan.row) - 1

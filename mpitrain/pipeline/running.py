@@ -119,6 +119,12 @@ class Running:
         return {"output": flight.outputs[0] if is_loss else None, "outputs": flight.outputs}
 
     @property
+    def between_stages(self) -> list[Array]:
+        """What has arrived, or waits for a neighbouring stage, and was not used yet."""
+        held = [arrays for of_stage in (self.arrived, self.gradients) for arrays in of_stage.values()]
+        return [array for arrays in held for array in arrays]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of tapes, and of what has arrived and was not used yet."""
         held = [arrays for held in (self.arrived, self.gradients) for arrays in held.values()]

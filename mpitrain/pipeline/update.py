@@ -15,14 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain import kernels
 from mpitrain.backend import Array
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.nn.module import Module
-from mpitrain.optim.clip import coefficient, first_not_finite, scale, squares
+from mpitrain.optim.clip import coefficient, first_not_finite, on_host, scale
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import Scaler
+from mpitrain.optim.sound import is_sound, look
 from mpitrain.optim.versions import Versions
+from mpitrain.pipeline.autopsy import Autopsy
+
+UNCHANGED = "No weight was changed by this step."
+UNSOUND = "the optimizer's state is not finite, or negative where it is a mean of squares"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,31 @@ class StepReport:
     targets: int
     skipped: bool = False
     scale: float = 1.0
+
+
+class NotFinite(Exception):
+    """A step was refused, on every rank; what is told of it waits for an autopsy.
+
+    Args:
+        head: what is not finite, in the words of the first line.
+        gradient: name of the first gradient that is not; "": all are.
+        consequence: what became of the weights.
+        way_out: the usual one.
+    """
+
+    def __init__(self, head: str, gradient: str, consequence: str, way_out: str) -> None:
+        super().__init__(head)
+        self._parts = head, gradient, consequence, way_out
+
+    def told(self, found: Autopsy | None) -> NumericsError:
+        """The error for the user, with what an autopsy found, if there was one."""
+        head, gradient, consequence, way_out = self._parts
+        if found is None:
+            where = f"; the first gradient that is not: {gradient}" if gradient else ""
+            return NumericsError(f"{head}{where}.\n{consequence}  Way out: {way_out}.")
+        error = NumericsError(f"{head}.\n{found}\n{consequence}  Way out: {found.way_out or way_out}.")
+        error.autopsy = found
+        return error
 
 
 class Update:
@@ -128,25 +159,36 @@ class Update:
         mine = self._measure(inverses)
         mine[0] = self._once_on_tp(loss)
         found = self._mesh.world.all_reduce(mine)
-        bad = [bool(flag) for flag in found[2:]]
+        unsound = bool(found[-1])
+        bad = [bool(flag) for flag in found[2:-1]]
         norm = math.nan if any(bad) else math.sqrt(found[1])
         skipped = scaler is not None and any(bad)
         shown = 1.0 if scaler is None else scaler.shown
         report = self.report = StepReport(mean(found[0], targets), norm, lr, targets, skipped, shown)
-        if not math.isfinite(report.loss) or (any(bad) and scaler is None):
-            self._refuse(report, self._optimizer.updates, "No weight was changed by this step.")
-        why = None if scaler is None else scaler.settle(bad)
-        if why is not None:
-            self._refuse(report, self._optimizer.updates, "No weight was changed by this step.", why)
+        if unsound:
+            self._refuse(report, self._optimizer.updates, UNCHANGED, UNSOUND)
+        if not (math.isfinite(report.loss) and (skipped or math.isfinite(norm))):
+            self._refuse(report, self._optimizer.updates, UNCHANGED)
+        if scaler is not None:
+            before = scaler.state_dict()
+            why = scaler.settle(bad)
+            if why is not None:
+                scaler.load_state(before)  # with which the same step has the same gradients again
+                self._refuse(report, self._optimizer.updates, UNCHANGED, why)
         if not skipped:
             self._rescale(inverses, coefficient(norm, self._clip or None))
         return report
 
     def _measure(self, inverses: Sequence[float]) -> Array:
-        """Of the gradients here: room for the loss, the squares that this rank counts, flags of what is not finite."""
-        mine = np.zeros(2 + len(inverses))
-        counted = set(self._counted)
-        for p, length in zip(self._parameters, squares(p.grad for p in self._parameters), strict=True):
+        """What ranks tell each other: room for the loss; the squares of the gradients that this rank counts; of each
+        group whether one is not finite; whether the optimizer's state must not be used.
+        """
+        mine = np.zeros(3 + len(inverses))
+        counted, state = set(self._counted), self._optimizer.state_dict()
+        looks = look(state)
+        found = on_host([*looks, *(kernels.sum_of_squares(p.grad) for p in self._parameters)])
+        mine[-1] = not is_sound(state, found[: len(looks)])
+        for p, length in zip(self._parameters, found[len(looks) :], strict=True):
             group = 0 if self._scaler is None else self._scaler.group(p)
             if not math.isfinite(length):
                 mine[2 + group] = 1.0
@@ -179,8 +221,8 @@ class Update:
         mine = [(self._once_on_tp(losses[number]), *measured) for number, (measured, _) in self._waiting.items()]
         found = self._mesh.world.all_reduce(np.array(mine))
         reports = []
-        for (number, (_, lr)), (loss, total, bad) in zip(self._waiting.items(), found, strict=True):
-            norm = math.nan if bad else math.sqrt(total)
+        for (number, (_, lr)), (loss, total, bad, unsound) in zip(self._waiting.items(), found, strict=True):
+            norm = math.nan if bad or unsound else math.sqrt(total)
             reports.append(StepReport(mean(loss, targets[number]), norm, lr, targets[number]))
         self._waiting.clear()
         before = self._optimizer.updates - len(reports)
@@ -202,13 +244,12 @@ class Update:
     def _refuse(self, report: StepReport, updates: int, consequence: str, why: str = "") -> None:
         """Raise for a step that came after so many updates; on every rank."""
         bad = self._mesh.world.exchange(first_not_finite(self._parameters))
-        where = next((f"; the first gradient that is not: {name}" for name in bad if name), "")
+        where = next((name for name in bad if name), "")
         what = f"the loss is {report.loss} and the gradient norm {report.grad_norm}: not finite"
         clipping = "" if self.versions is not None and self.versions.rule == "newest" else ", or --clip 1"
-        raise NumericsError(
-            f"after {updates} updates {why or what}{where}.\n"
-            f"{consequence}  Way out: a lower --lr, a longer --warmup{clipping}."
-        )
+        less = "a lower --loss-scale, " if why and why != UNSOUND and self._scaler is not None else ""
+        way_out = f"{less}a lower --lr, a longer --warmup{clipping}"
+        raise NotFinite(f"after {updates} updates {why or what}", where, consequence, way_out)
 
     def _counts(self, p: Any) -> bool:
         """Whether this rank counts a parameter in the norm: where it is neither cut nor local, the first rank does."""

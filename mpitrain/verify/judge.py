@@ -23,11 +23,13 @@ import numpy as np
 from mpitrain.debug.capture import Record
 from mpitrain.debug.compare import FLOAT64_TOLERANCE, Difference, compare
 from mpitrain.verify.noise import Moved, Noise
-from mpitrain.verify.whole import Moment, Plan, Split, Whole, at, moments, same_bits
+from mpitrain.verify.whole import Moment, Plan, Seat, Split, Whole, at, moments, same_bits
 
 NUMBERS_BEFORE = ("targets", "loss")
-NUMBERS_AFTER = ("norm", "learning rate", "updates")
-EXACT = ("targets", "learning rate", "updates")  # no sum of floats is in them
+NUMBERS_AFTER = ("skipped", "scale", "norm", "learning rate", "updates")
+EXACT = ("targets", "skipped", "scale", "learning rate", "updates")  # no sum of floats is in them
+OF_A_SOUND_STEP = ("gradient", "norm")
+"""What is not compared of a step that all have skipped: somewhere in it is infinity, or what became of one."""
 
 
 class Finding(NamedTuple):
@@ -113,7 +115,7 @@ def judge(reference: Iterable[Record], ranks: Sequence[Iterable[Record]]) -> Ver
             findings.append(Finding(steps + 1, "step", problem=problem))
             break
         if alone.facts["is"] == "begin":
-            course = _Course(Plan([alone.seat]), Plan([other.seat for other in others]), Noise())
+            course = _Course([alone.seat], [other.seat for other in others])
             courses[alone.facts["executor"]] = course
             findings += _Comparison(steps + 1, alone, others, course).beginning()
             continue
@@ -137,12 +139,21 @@ def _out_of_step(step: int, alone: Moment | None, others: Sequence[Moment | None
     return "ranks are at steps of different executors" if len(places) > 1 else ""
 
 
-class _Course(NamedTuple):
-    """What holds for all steps of an executor."""
+class _Course:
+    """What holds for all steps of an executor: who holds what, and which weights rounding may move."""
 
-    alone: Plan
-    others: Plan
-    noise: Noise
+    def __init__(self, alone: Sequence[Seat], others: Sequence[Seat]) -> None:
+        self.noise = Noise()
+        self._seats = alone, others
+        self._plans: dict[str, tuple[Plan, Plan]] = {}
+
+    def plans(self, kind: str) -> tuple[Plan, Plan]:
+        """Of one rank alone, and of the layout; one pair for all kinds whose tensors have the parameters' shapes."""
+        alone, others = self._seats
+        kind = kind if any(kind in seat.states for seat in (*alone, *others)) else "weight"
+        if kind not in self._plans:
+            self._plans[kind] = Plan(alone, kind), Plan(others, kind)
+        return self._plans[kind]
 
 
 class _Comparison:
@@ -164,9 +175,12 @@ class _Comparison:
         yield from self._own_losses()
         for kind in NUMBERS_BEFORE:
             yield from self._number_of(kind)
-        yield from self._tensors("gradient")
+        sound = not all(moment.facts.get("skipped") for moment in (self._alone, *self._others))
+        if sound:
+            yield from self._tensors("gradient")
         for kind in NUMBERS_AFTER:
-            yield from self._number_of(kind)
+            if sound or kind not in OF_A_SOUND_STEP:
+                yield from self._number_of(kind)
         kinds = dict.fromkeys(kind for moment in (self._alone, *self._others) for kind in moment.arrays)
         for kind in kinds:
             if kind != "gradient":
@@ -211,14 +225,15 @@ class _Comparison:
         if not there or lacks:
             yield Finding(self._number, title, problem=_cut_short(there, lacks))
             return
+        alone, others = self._course.plans(kind)
         for place, moment in enumerate(self._others):
-            has, needs = moment.arrays[kind].size, self._course.others.size_of(place)
+            has, needs = moment.arrays[kind].size, others.size_of(place)
             if has != needs:
-                problem = f"rank {moment.seat.rank} keeps {has} numbers of it for {needs} weights"
+                problem = f"rank {moment.seat.rank} keeps {has} numbers of it for {needs} of the model"
                 yield Finding(self._number, title, problem=problem)
                 return
-        reference = self._course.alone.join([self._alone.arrays[kind]]).tensors
-        whole = self._course.others.join([moment.arrays[kind] for moment in self._others])
+        reference = alone.join([self._alone.arrays[kind]]).tensors
+        whole = others.join([moment.arrays[kind] for moment in self._others])
         mine = self._without_noise(title, whole.tensors, reference)
         both = [name for name in reference if name in mine and mine[name].shape == reference[name].shape]
         found = compare({n: mine[n] for n in both}, {n: reference[n] for n in both}, kind=title)
@@ -247,7 +262,7 @@ class _Comparison:
         self, kind: str, name: str, reference: dict[str, np.ndarray], whole: Whole, difference: Difference | None
     ) -> tuple[str, Split | None]:
         """What is wrong with a tensor besides the size of its elements; and where its replicas differ."""
-        plan = self._course.others
+        plan = whole.plan
         if name in plan.problems:
             return plan.problems[name], None
         if name not in whole.tensors:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from mpitrain.config import CONTEXT_KINDS
+from mpitrain.debug.capture import MADE_AGAIN, SCORES_KEPT
 from mpitrain.errors import ConfigError
 from mpitrain.options import suggest
 from mpitrain.pipeline.schedules import SCHEDULES
@@ -22,13 +23,14 @@ AXES = {"pp": "--pp", "dp": "--dp", "cp": "--cp", "tp": "--tp"}
 
 @dataclass(frozen=True)
 class Way:
-    """A word without a number: one of the ways in which an axis can work.
+    """A word without a number: one of the ways in which an axis, or the whole model, can work.
 
     Attributes:
-        axis: of which it is a way.
+        axis: of which it is a way; empty: of the model, on any ranks.
         flags: what a script gets.
         meaning: in words.
         ops: a forward that works in this way calls at least one of them over the axis; none: it is told otherwise.
+        seen: what a step of a model that works in this way is seen to do.
         group: one of the words of a group is always in force; a word without a group is on or off.
         without: axes and words with which it does not go together.
         stale: whether it changes the mathematics, so that one rank's plain training is not what it should equal.
@@ -38,6 +40,7 @@ class Way:
     flags: tuple[str, ...]
     meaning: str
     ops: tuple[str, ...] = ()
+    seen: str = ""
     group: str = ""
     without: tuple[str, ...] = ()
     stale: bool = False
@@ -59,9 +62,18 @@ WAYS = {
     },
     "sp": Way("tp", ("--sequence-parallel",), "sequence parallelism", ("all_gather", "reduce_scatter")),
     **{
-        kind: Way("cp", ("--cp-attention", kind), f"{kind} attention", _ATTENTION_OPS[kind], "attention")
+        kind: Way("cp", ("--cp-attention", kind), f"{kind} attention", _ATTENTION_OPS[kind], group="attention")
         for kind in CONTEXT_KINDS
     },
+    "full": Way("", ("--recompute", "full"), "blocks are made again in backward", seen=MADE_AGAIN, group="recompute"),
+    "none": Way(
+        "",
+        ("--recompute", "none"),
+        "attention keeps its scores",
+        seen=SCORES_KEPT,
+        group="recompute",
+        without=("cp", "terapipe"),  # where queries and keys come in parts, scores are kept or not whatever is said
+    ),
 }
 """Word -> what it means.  Those of a schedule are told by the order in which ranks compute."""
 
@@ -147,13 +159,14 @@ class Layout:
 
     def _with(self, sizes: Mapping[str, int], ways: Iterable[str]) -> Layout:
         """A layout of these axes, and of what belongs to them."""
-        kept = tuple(way for way in ways if WAYS[way].axis in sizes)
+        kept = tuple(way for way in ways if WAYS[way].axis in (*sizes, ""))
         return Layout(tuple(sizes.items()), kept, tuple(pair for pair in self.counts if COUNTS[pair[0]].way in kept))
 
     def parts(self) -> list[Layout]:
         """The layouts of one axis each that this one is made of, also without what is on or off; never itself.
 
-        A schedule is an order of the same work: its axis stands alone without it, too.
+        A schedule is an order of the same work: its axis stands alone without it, too.  What the model does on any
+        ranks stands alone on one.
         """
         found: dict[Layout, None] = {}
         for axis, size in self.sizes.items():
@@ -161,6 +174,9 @@ class Layout:
             always = [way for way in ways if WAYS[way].group and WAYS[way].group != "schedule"]
             found[self._with({axis: size}, always)] = None
             found[self._with({axis: size}, ways)] = None
+        for way in self.ways:
+            if not WAYS[way].axis:
+                found[self._with({}, [way])] = None
         return [part for part in found if part != self.simple]
 
     def __str__(self) -> str:
@@ -204,7 +220,7 @@ def parse(text: str) -> Layout:
             )
     for word in ways.values():
         axis = WAYS[word].axis
-        if axis not in axes:
+        if axis and axis not in axes:
             raise ConfigError(
                 f"--layout {text}: {word} is a way of {axis}, of which this layout names no size: {axis}2."
             )
@@ -224,7 +240,8 @@ def vocabulary() -> str:
     groups: dict[str, list[str]] = {}
     for word, way in WAYS.items():
         groups.setdefault(way.group or way.meaning, []).append(word)
-    ways = "; ".join(f"{' | '.join(words)} ({name}, of {WAYS[words[0]].axis})" for name, words in groups.items())
+    of = {word: f", of {way.axis}" if way.axis else "" for word, way in WAYS.items()}
+    ways = "; ".join(f"{' | '.join(words)} ({name}{of[words[0]]})" for name, words in groups.items())
     counts = ", ".join(f"{letter}N ({count.meaning}, of {count.way})" for letter, count in COUNTS.items())
     return f"Words, joined by commas: {axes} (N ranks on an axis);\n{ways};\n{counts}."
 
@@ -232,7 +249,8 @@ def vocabulary() -> str:
 def all_layouts(ranks: int) -> Iterator[Layout]:
     """Every factorisation of a number of ranks over the axes, with every way of each axis that goes with the others.
 
-    What changes the mathematics is left out.
+    Behind them some once more with what the model can do on any ranks: as few as show it beside every axis and, where
+    axes are combined, every way.  What changes the mathematics is left out.
 
     Raises:
         ConfigError: the number is out of range.
@@ -242,6 +260,22 @@ def all_layouts(ranks: int) -> Iterator[Layout]:
     if ranks == 1:
         yield Layout((("dp", 1),))
         return
+    found = list(_of_axes(ranks))
+    yield from found
+    for word, way in WAYS.items():
+        shown: set[str] = set()
+        for layout in (
+            reversed(found) if not way.axis else ()
+        ):  # the first ones have more stages than models have blocks
+            words = {*layout.sizes, *layout.ways}
+            shows = words if len(layout.sizes) > 1 else {*layout.sizes}
+            if not shows <= shown and not words.intersection(way.without):
+                shown |= shows
+                yield replace(layout, ways=(*layout.ways, word))
+
+
+def _of_axes(ranks: int) -> Iterator[Layout]:
+    """The layouts of so many ranks and of ways of their axes."""
     for sizes in _factorisations(ranks, len(AXES)):
         axes = tuple((axis, size) for axis, size in zip(AXES, sizes, strict=True) if size > 1)
         for ways in product(*(_choices(axis) for axis, _ in axes)):

@@ -1,7 +1,7 @@
 """Weights that rounding alone can move.
 
-AdamW divides a gradient by its own size.  Sums in another order differ by some 1e-16 of the largest gradient G, so a
-weight with a small gradient g moves otherwise by
+AdamW divides a gradient by its own size, and so does Adafactor, whose eps is the root of what it adds to squares.  Sums
+in another order differ by some 1e-16 of the largest gradient G, so a weight with a small gradient g moves otherwise by
 
     lr * 1e-16 G / |g|            eps keeps it below lr * 1e-16 G / eps
 

@@ -1,7 +1,7 @@
 """Has a script run the layout that it was told?  What was not run is not proven.
 
     mesh        the sizes of its axes, as it began
-    ways        the ops that sent in its forwards, by axis
+    ways        the ops that sent in its forwards, by axis; what it kept, and made again in backward
     schedule    the order in which its ranks computed
 
 What it did in their place is the reason for which the layout is refused.
@@ -56,11 +56,14 @@ def _first_row(steps: Sequence[Mapping[str, Any]]) -> int:
 
 def _other_way(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
     """Whether an axis has worked in another way; a stage that holds no block sends nothing, so all ranks are asked."""
-    told = [way for way in map(WAYS.__getitem__, layout.simple.ways) if way.ops]
+    told = [way for way in map(WAYS.__getitem__, layout.simple.ways) if way.ops or way.seen]
     steps = [facts for records in ranks for facts in _steps(records)]
     sent = {(op, axis) for facts in steps for op, axis in facts["sent"]}
+    seen = {word for facts in steps for word in facts["memory"]}
     for way in told if steps else ():
-        if not any((op, way.axis) in sent for op in way.ops):
+        if way.seen and way.seen not in seen:
+            return f"the script did not obey {' '.join(way.flags)}: no step was seen in which {way.meaning}"
+        if way.ops and not any((op, way.axis) in sent for op in way.ops):
             return f"the script did not obey {' '.join(way.flags)}: it called no {' or '.join(way.ops)} over {way.axis}"
     return ""
 

@@ -25,7 +25,7 @@ def one_rank_line(records: Sequence[Record]) -> str:
     begin = next(record for record in records if record.facts["is"] == "begin")
     losses = [record.facts["loss"] for record in steps if "loss" in record.facts]
     course = f", loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
-    kinds = ", ".join(f"{kind.replace('_', ' ')}s" for kind in steps[0].arrays)
+    kinds = ", ".join(f"{kind.replace('_', ' ').removesuffix('s')}s" for kind in steps[0].arrays)
     return f"one rank: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}"
 
 

@@ -137,6 +137,8 @@ def _close(a: float, b: float) -> bool:
 
 def _suspect(found: Sequence[Hint], layout: Layout, alone: Alone) -> str:
     """The axis on which the hints agree, as text; empty where nothing points anywhere."""
+    if not layout.sizes and layout.ways:
+        return WAYS[layout.ways[0]].meaning
     if len(layout.sizes) == 1 and not alone:
         return next(iter(layout.sizes))
     guilty = _guilty(alone)
@@ -148,10 +150,11 @@ def _suspect(found: Sequence[Hint], layout: Layout, alone: Alone) -> str:
         return " and ".join(dict.fromkeys(names))
     if alone and all(word == "equal" for _, word in alone):
         ways = [way for way in layout.ways if WAYS[way].axis in layout.sizes]
-        if len(layout.sizes) == 1:
+        of_model = [way for way in layout.ways if not WAYS[way].axis]
+        if len(layout.sizes) == 1 and not of_model:
             what = f"schedule {layout.schedule}" if layout.schedule else WAYS[ways[0]].meaning
             return f"{what} on {next(iter(layout.sizes))}"
-        return f"{' and '.join(layout.sizes)} together: each alone is equal"
+        return f"{' and '.join([*layout.sizes, *of_model])} together: each alone is equal"
     axes = [set(hint.axes) for hint in found if hint.axes]
     if not axes:
         return ""

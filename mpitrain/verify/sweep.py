@@ -23,7 +23,7 @@ import numpy as np
 from mpitrain.assemble import build_executor, build_model, build_optimizer
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
-from mpitrain.config import OPTIONS, Config
+from mpitrain.config import LR_SCHEDULES, OPTIONS, Config
 from mpitrain.config_rules import check_layout
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
@@ -43,6 +43,9 @@ LEAST_WIDTH = 6  # a norm over two or three numbers leaves nearly nothing of the
 WIDTH_TO_DROP = 24  # of a narrower stream, half dropped may be all; a norm of zeros makes gradients 300 times as large
 LEAST_TOKENS = 2  # the softmax over one key is 1, so that nothing is left of the gradient of queries but rounding
 EVERY = 5.0  # seconds between two lines of progress
+PARTS = ("blocks.*.mlp", "blocks.*.attention", "blocks.0", "table,norm,head", "*.*,blocks.*.mlp.up")
+"""Of the model, that may be made again in backward; `*.*` is every block."""
+LR_GROUPS = ("table.*=0.5,*.bias=2", "blocks.0.*=0", "*.mlp.*=0.3,*.weight=1.7")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Case:
         return ", ".join(words)
 
     def config(self, layout: Layout) -> Config:
-        """The trainer's settings in a layout."""
+        """The trainer's settings in a layout; the one rank without axes, which judges, makes nothing again."""
         settings = {axis: layout.sizes.get(axis, 1) for axis in AXES} | self.options
         kind = next((way for way in layout.ways if WAYS[way].group == "attention"), "ring")
         settings["schedule"] = layout.schedule or OPTIONS["schedule"].default
@@ -77,6 +80,8 @@ class Case:
             settings[COUNTS[letter].option] = number
         if (layout.sizes.get("pp"), layout.counts) != (self.layout.sizes.get("pp"), self.layout.counts):
             settings["stage_layers"] = None  # an axis alone has other stages
+        if not layout.axes:
+            settings |= {"recompute": OPTIONS["recompute"].default, "recompute_modules": None}
         steps = sum(self.rows)
         return Config(**settings, cp_attention=kind, sequence_parallel="sp" in layout.ways, steps=steps)
 
@@ -131,12 +136,25 @@ def case_of(seed: int) -> Case:
         "seed": int(draw.integers(1000)),
         "batch": dp * micro * one_of(1, 2, 3),
         "microbatches": micro,
-        "optimizer": one_of("adamw", "adamw", "sgd"),
+        "optimizer": one_of("adamw", "adamw", "sgd", "adafactor"),
         "lr": one_of(1e-4, 1e-3),
         "weight_decay": one_of(0.0, 0.1),
         "clip": one_of(0.0, 0.01, 0.5, 10.0) if agree else 0.0,
         "reducer": one_of("flat", "bucketed"),
         "bucket_mib": one_of(0.0005, 0.005, 1.0),
+    }
+    options |= {
+        "recompute": one_of("none", "selective", "full", "full"),
+        "recompute_modules": one_of(None, None, *PARTS),
+        "dtype": one_of(
+            "float32", "bfloat16", *(["float16"] if agree else [])
+        ),  # a proof runs in float64 whatever is said
+        "loss_scaling": one_of(None, "dynamic", "static", "blocks", "blocks") if agree else None,
+        "loss_scale": one_of(0.125, 1.0, 1024.0, 65536.0),
+        "loss_scale_window": one_of(1, 1000),
+        "lr_groups": one_of(None, None, *LR_GROUPS),
+        "lr_schedule": one_of(*LR_SCHEDULES),
+        "warmup": one_of(0.03, 1.0),
     }
     if options["width"] < WIDTH_TO_DROP:
         options["dropout"] = min(options["dropout"], 0.1)
@@ -150,7 +168,8 @@ def _fits(groups: int, tp: int, cp: int) -> bool:
 
 @functools.cache
 def _layouts(ranks: int) -> tuple[Layout, ...]:
-    return tuple(all_layouts(ranks))
+    """Of axes and their ways; what the model does on any ranks is drawn with its options."""
+    return tuple(layout for layout in all_layouts(ranks) if all(WAYS[way].axis for way in layout.ways))
 
 
 # ----------------------------------------------------------------------------------------------------------- one case
@@ -166,7 +185,7 @@ def train(case: Case, layout: Layout) -> None:
     tokens = Tokens(corpus, config.seq_len, config.seed)
     model = build_model(config, corpus, mesh)
     steps = sum(case.rows)
-    executor = build_executor(config, model, build_optimizer(config, model), mesh, steps)
+    executor = build_executor(config, model, build_optimizer(config, model, mesh), mesh, steps)
     batches = tokens.batches(config.batch, mesh.dp.rank, mesh.dp.size, 0, steps, model.positions_here)
     for row in case.rows:
         executor.run(list(islice(batches, row)))

@@ -9,6 +9,7 @@ place where nothing lies stays NaN, which equals nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -28,7 +29,7 @@ def at(rectangle: Rectangle) -> Any:
 
 
 class Slab(NamedTuple):
-    """One parameter on one rank."""
+    """One parameter on one rank, or what an optimizer keeps for it."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -38,11 +39,19 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank in a layout, and what it holds of each parameter."""
+    """A rank in a layout, and what it holds of each parameter.
+
+    states: kind -> what it holds of it, for kinds of tensors that have other shapes than the parameters.
+    """
 
     rank: int
     coords: dict[str, int]
     slabs: tuple[Slab, ...]
+    states: dict[str, tuple[Slab, ...]]
+
+    def of(self, kind: str) -> tuple[Slab, ...]:
+        """What it holds of the tensors of a kind."""
+        return self.states.get(kind, self.slabs)
 
 
 class Moment(NamedTuple):
@@ -58,12 +67,16 @@ def moments(records: Iterable[Record]) -> Iterator[Moment]:
     seats: dict[int, Seat] = {}
     for facts, arrays in records:
         if facts["is"] == "begin":
-            slabs = tuple(
-                Slab(name, tuple(shape), tuple(slice(*ends) for ends in rectangle), decays)
-                for name, shape, rectangle, decays in facts["parameters"]
-            )
-            seats[facts["executor"]] = Seat(facts["rank"], facts["coords"], slabs)
+            states = {kind: _slabs(told) for kind, told in facts.get("states", {}).items()}
+            seats[facts["executor"]] = Seat(facts["rank"], facts["coords"], _slabs(facts["parameters"]), states)
         yield Moment(seats[facts["executor"]], facts, arrays)
+
+
+def _slabs(told: Iterable[Fact]) -> tuple[Slab, ...]:
+    return tuple(
+        Slab(name, tuple(shape), tuple(slice(*ends) for ends in rectangle), decays)
+        for name, shape, rectangle, decays in told
+    )
 
 
 class Holder(NamedTuple):
@@ -111,18 +124,20 @@ class Plan:
 
     Args:
         seats: of all ranks.
+        kind: of the tensors; those of most kinds have the parameters' shapes.
 
     Attributes:
         problems: name -> why a tensor cannot be laid together.
         gaps: name -> number of elements that no rank holds.
     """
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
+    def __init__(self, seats: Sequence[Seat], kind: str = "weight") -> None:
         self.seats = seats
+        self.kind = kind
         self.problems: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for seat in seats:
-            for slab in seat.slabs:
+            for slab in seat.of(self.kind):
                 self._check(seat, slab)
         sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self._shapes.values()]
         stops = np.cumsum([0, *sizes])
@@ -147,7 +162,7 @@ class Plan:
     def _places_of(self, seat: Seat) -> np.ndarray:
         """Places of the elements of a rank's vector; behind the end for tensors with a problem."""
         found = []
-        for name, shape, rectangle, _ in seat.slabs:
+        for name, shape, rectangle, _ in seat.of(self.kind):
             if name in self.problems:
                 found.append(np.full(int(np.prod(slab_shape(rectangle), dtype=np.int64)), self._total))
             else:
@@ -195,9 +210,9 @@ class Plan:
         found = []
         for seat, vector in zip(self.seats, vectors, strict=True):
             start = 0
-            for slab in seat.slabs:
+            for slab in seat.of(self.kind):
                 shape = slab_shape(slab.rectangle)
-                stop = start + int(np.prod(shape, dtype=np.int64))
+                stop = start + math.prod(shape)
                 if slab.name == name:
                     found.append(Holder(seat, slab.rectangle, vector[start:stop].reshape(shape)))
                 start = stop

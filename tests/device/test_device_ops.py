@@ -169,6 +169,8 @@ CASES: dict[str, list[Case]] = {
         (lambda xp, x: ops.attention(x, 2, rows=rows(xp, 2, 2, 5), drop=0.3), (normal(2, 5, 18),)),
         (lambda xp, x: ops.attention(x, 1), (normal(2, 100, 6),)),
         (lambda xp, x: ops.attention(x, 4, 2), (normal(2, 5, 24),)),
+        (lambda xp, x: ops.attention(x, 4, 2, keep_scores=True), (normal(2, 70, 24),)),
+        (lambda xp, x: ops.attention(x, 2, causal=False, keep_scores=True), (normal(2, 70, 18),)),
         (
             lambda xp, x: ops.attention(x, 2, 1, mask=xp.asarray(BY_HEAD), rows=rows(xp, 2, 2, 5), drop=0.3),
             (normal(2, 5, 12),),

@@ -73,6 +73,35 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"mpitrain local -n 2 examples/train_gpt.py --cp 2 --steps 2 {TINY}",
         "",
     ),
+    # docs/explanation/optimizers.md
+    "./run_mpi.sh -n 1 examples/train_gpt.py --steps 300": (f"python examples/train_gpt.py --steps 2 {TINY}", ""),
+    "./run_mpi.sh -n 1 examples/train_gpt.py --steps 300 --optimizer adafactor": (
+        f"python examples/train_gpt.py --steps 2 --optimizer adafactor {TINY}",
+        "",
+    ),
+    # docs/explanation/mixed-precision.md
+    "./run_mpi.sh -n 4 examples/train_gpt.py --dtype float16": (
+        f"mpitrain local -n 2 examples/train_gpt.py --dtype float16 --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --dtype bfloat16": (
+        f"mpitrain local -n 2 examples/train_gpt.py --dtype bfloat16 --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --dtype float16 --recompute full --optimizer adafactor --memory": (
+        "mpitrain local -n 2 examples/train_gpt.py --dtype float16 --recompute full --optimizer adafactor --memory"
+        f" --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain local -n 2 examples/09_half_precision.py": ("python examples/09_half_precision.py", ""),
+    ".venv/bin/python benchmarks/precision.py": (
+        f"python {ROOT}/benchmarks/precision.py --small --only float32 float16 underflow --result small.json",
+        "",
+    ),
+    ".venv/bin/python benchmarks/precision.py --write-docs": (
+        f"python {ROOT}/benchmarks/precision.py --show --result none.json",
+        "",
+    ),
     # docs/explanation/partitioning.md
     "./run_mpi.sh -n 4 examples/train_gpt.py --pp 4 --balance flops": (
         f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --balance flops --steps 2 {TINY}",
@@ -137,13 +166,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     # docs/how-to/fuzz.md
-    ".venv/bin/python tests/fuzz_graphs.py --graphs 20000": (f"python {ROOT}/tests/fuzz_graphs.py --graphs 300", ""),
+    ".venv/bin/python tests/fuzz_graphs.py --graphs 20000": (f"python {ROOT}/tests/fuzz_graphs.py --graphs 40", ""),
     ".venv/bin/python tests/fuzz_graphs.py --seed 20000 --seconds 3600": (
-        f"python {ROOT}/tests/fuzz_graphs.py --seed 20000 --graphs 300",
+        f"python {ROOT}/tests/fuzz_graphs.py --seed 20000 --graphs 40",
         "",
     ),
     ".venv/bin/python tests/fuzz_graphs.py --kernels numpy": (
-        f"python {ROOT}/tests/fuzz_graphs.py --kernels numpy --graphs 300",
+        f"python {ROOT}/tests/fuzz_graphs.py --kernels numpy --graphs 40",
         "",
     ),
     # docs/how-to/train-on-your-text.md
@@ -204,7 +233,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp2,tp2,sp -- --tied --kv-heads 2 --layers 1",
         "",
     ),
-    "./run_mpi.sh verify --all 8": ("./run_mpi.sh verify --all 2 --first 1 -- --layers 1", ""),
+    "./run_mpi.sh verify --all 8": ("./run_mpi.sh verify --all 1 --first 1 -- --layers 1", ""),
+    "mpitrain verify --layout full --layout dp2,tp2,full --layout pp2,zb-h1,full": (
+        "mpitrain verify --layout full --layout pp2,zb-h1,full --first 1",
+        "",
+    ),
+    "mpitrain verify --layout tp2,pp2 -- --optimizer adafactor --lr-groups '*.bias=2' --lr-schedule linear": (
+        "mpitrain verify --layout pp2 --first 1 -- --optimizer adafactor --lr-groups '*.bias=2' --lr-schedule linear",
+        "",
+    ),
+    "mpitrain verify --layout pp2,tp2 -- --dtype float16 --loss-scaling blocks --recompute-budget 5": (
+        "mpitrain verify --layout pp2 --first 1 -- --dtype float16 --loss-scaling blocks --recompute-budget 5",
+        "",
+    ),
     "mpitrain verify --layout pp2,dp2 --layout pp4,zb-h1": (
         "mpitrain verify --layout pp2,dp2 --layout pp4,zb-h1 --first 1",
         "",

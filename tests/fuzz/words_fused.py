@@ -144,6 +144,7 @@ def draw_attention(g):
     if g.chance(0.4):
         static["rows"] = g.words((b, heads, s))
         static["drop"] = g.choose((0.1, 0.5, 0.9, 0.0))
+    static["keep_scores"] = g.chance(0.4)
     return [x], static
 
 
@@ -167,7 +168,7 @@ def allowed(shape, heads, causal, mask, rows, drop):
     return see, factor
 
 
-def attention(qkv, heads, kv_heads, causal, mask, rows, drop):
+def attention(qkv, heads, kv_heads, causal, mask, rows, drop, keep_scores=False):
     """Head by head, query by query."""
     b, s, width = qkv.shape
     d, group = width // (heads + 2 * kv_heads), heads // kv_heads
@@ -185,7 +186,7 @@ def attention(qkv, heads, kv_heads, causal, mask, rows, drop):
     return y
 
 
-def torch_attention(t, qkv, heads, kv_heads, causal, mask, rows, drop):
+def torch_attention(t, qkv, heads, kv_heads, causal, mask, rows, drop, keep_scores=False):
     b, s, width = qkv.shape
     d, group = width // (heads + 2 * kv_heads), heads // kv_heads
     see, factor = (t.from_numpy(np.array(a)) for a in allowed(qkv.shape, heads, causal, mask, rows, drop))
@@ -206,7 +207,7 @@ def draw_slice_attention(g):
         fits = g.value(lambda a: a.ndim == 3 and (a.shape[0], a.shape[2]) == (b, width), dtype=kind)
         past.append(fits if fits and g.chance(0.4) else g.leaf((b, g.choose((0, 1, 1, 2, 3, 5)), width), dtype=kind))
     heads, t = static["heads"], s + sum(g.env[each].shape[1] for each in past)
-    del static["causal"]
+    del static["causal"], static["keep_scores"]
     if static["mask"] is not None:
         shape = g.choose(((b, t), (b, s, t), (b, heads, s, t), (1, 1, 1, t), (1, heads, s, 1)))
         static["mask"] = g.mask(shape)
@@ -308,7 +309,8 @@ WORDS = [
     Op("layer_norm", draw_layer_norm, ("ops.layer_norm({0}, {1}, {2}, {eps})",), layer_norm, torch_layer_norm,
        dtype=first_dtype, weight=1.5, blur=norm_blur("{0}", "{1}")),
     Op("attention", draw_attention,
-       ("ops.attention({0}, {heads}, {kv_heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop})",), attention,
+       ("ops.attention({0}, {heads}, {kv_heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop},"
+        " keep_scores={keep_scores})",), attention,
        torch_attention, blur=ATTENTION_BLUR, weight=1.5),
     Op("slice_attention", draw_slice_attention,
        ("ops.slice_attention({0}, [{all}][1:], {heads}, {kv_heads}, mask={mask}, rows={rows}, drop={drop})",),

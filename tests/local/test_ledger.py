@@ -106,6 +106,47 @@ def test_the_layers_of_a_stage_send_the_bytes_of_the_specification():
     assert traffic(step).total(cause="layers") == 524_288
 
 
+AGAIN = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"cp": 2, "cp_attention": "ring"},
+    {"cp": 2, "cp_attention": "ulysses"},
+    {"cp": 2, "cp_attention": "rsa"},
+    {"pp": 2, "microbatches": 2, "schedule": "zb-h1"},
+    {"pp": 2, "tp": 2, "sequence_parallel": True, "microbatches": 2},
+    {"pp": 2, "microbatches": 2, "schedule": "terapipe", "slices": (9, 7)},
+]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param({"recompute": "full"}, id="all blocks"),
+        pytest.param({"recomputed": frozenset({"blocks.1"})}, id="one block", marks=pytest.mark.slow),
+        pytest.param({"recomputed": frozenset({"blocks.0.attention"})}, id="attention of one"),
+    ],
+)
+@pytest.mark.parametrize("layout", AGAIN, ids=lambda layout: " ".join(f"{k} {v}" for k, v in layout.items()))
+def test_what_runs_forward_twice_sends_twice(layout, again):
+    """T19.4."""
+    run(layout.get("pp", 1) * layout.get("tp", 1) * layout.get("cp", 1), **layout, **again)
+
+
+def test_a_recomputed_layer_makes_six_all_reduces():
+    """T19.4: 4 without recompute, 6 with it."""
+    for recompute, calls in (("selective", 4), ("full", 6)):
+        step = Step(checks.SIZES, batch=16, tp=2, recompute=recompute)
+        ledger = LocalWorld(2).run(lambda step=step: checks.listened(world(), step))[0]
+        layers = checks.measured(ledger)["tp", "layers", "all_reduce"]
+        assert layers[0] == calls * checks.SIZES.layers
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_branches_with_scales_send_halves_and_the_stream_sends_float32(layout, tied):
+    run(2, replace(checks.SIZES, tied=tied), dtype=np.float16, scaled=True, microbatches=2, **layout)
+
+
 @pytest.mark.parametrize("sp", [False, True])
 def test_a_layer_sends_twice_forward_and_twice_backward(sp):
     """T11.2, T13.2: with sequence parallelism each all-reduce is an all-gather and a reduce-scatter."""

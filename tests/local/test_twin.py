@@ -18,7 +18,7 @@ from mpitrain.data.corpus import load  # noqa: E402
 from mpitrain.data.tokens import Tokens  # noqa: E402
 from mpitrain.models.gpt import GPT, GPTConfig  # noqa: E402
 from mpitrain.optim.adam import AdamW  # noqa: E402
-from mpitrain.optim.lr import warmup_cosine, warmup_updates  # noqa: E402
+from mpitrain.optim.lr import cosine, warmup_updates  # noqa: E402
 from mpitrain.pipeline.executor import Executor  # noqa: E402
 from mpitrain.pipeline.passes import with_update  # noqa: E402
 from mpitrain.pipeline.schedules import one_stage  # noqa: E402
@@ -55,7 +55,7 @@ def test_ten_losses_and_then_every_weight_equal_the_twins(config, one_thread):
         mesh,
         with_update(one_stage(2)),
         clip=CLIP,
-        lr=lambda update: warmup_cosine(update, STEPS, warmup, LR),
+        lr=lambda update: cosine(update, STEPS, warmup, LR),
     )
     twin = TwinTrainer(
         config,
@@ -100,7 +100,7 @@ def test_values_go_to_the_twin_and_come_back_unchanged():
 @pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 7])
 def test_the_learning_rates_are_the_same(warmup):
     factor = lr_factor(100, warmup)
-    mine = [warmup_cosine(update, 100, warmup_updates(warmup, 100), 1.0) for update in range(101)]
+    mine = [cosine(update, 100, warmup_updates(warmup, 100), 1.0) for update in range(101)]
     assert [factor(done) for done in range(101)] == pytest.approx(mine, abs=1e-15)
 
 

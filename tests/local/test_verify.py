@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import mpitrain.models.gpt
 import mpitrain.parallel.sequence
 import mpitrain.parallel.tensor
 import mpitrain.pipeline.executor
-import mpitrain.pipeline.update
 from mpitrain.autograd import Tensor, ops
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
@@ -41,6 +41,7 @@ from mpitrain.pipeline.action import row_text
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.passes import with_update
 from mpitrain.pipeline.schedules import SCHEDULES, compute_rows, one_stage
+from mpitrain.pipeline.update import Update
 from mpitrain.spec import Spec
 from mpitrain.verify import sweep
 from mpitrain.verify.command import main
@@ -384,16 +385,14 @@ def test_a_tied_gradient_that_is_not_summed_over_the_ends_is_found(monkeypatch):
 
 def test_a_norm_of_each_stage_is_found(monkeypatch):
     """C28."""
-    whole = mpitrain.pipeline.update.clip
+    whole = Update._agree
 
-    def own(counted, grads, limit, total):
-        def of_stage(squares):
-            total(squares)
-            return squares
+    def own(self, *of_step):
+        squares = self._measure([1.0])[1]
+        self.report = replace(whole(self, *of_step), grad_norm=math.sqrt(squares))
+        return self.report
 
-        return whole(counted, grads, limit, of_stage)
-
-    monkeypatch.setattr(mpitrain.pipeline.update, "clip", own)
+    monkeypatch.setattr(Update, "_agree", own)
     verdict, _ = prove("pp2", layers=2, clip=0.01)
     assert verdict.first.what == "norm"
     assert "rank 0 reports" in verdict.first.problem
@@ -481,7 +480,7 @@ def test_norms_whose_gradients_are_not_summed_with_sequence_parallelism_are_foun
 
 def test_parameters_that_are_counted_on_every_rank_are_found_in_the_norm(monkeypatch):
     """C29."""
-    monkeypatch.setattr(mpitrain.pipeline.update.Update, "_counts", lambda self, p: True)
+    monkeypatch.setattr(Update, "_counts", lambda self, p: True)
     verdict, found = prove("dp2")
     assert (verdict.first.step, verdict.first.kind) == (1, "norm")
     assert "everything counted 2 times over an axis of size 2 (dp)" in found["how"]
@@ -571,7 +570,11 @@ def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
     ):
         assert len({case.options[name] for case in cases}) > 1, name
     assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in cases}
-    assert {way for case in cases for way in case.layout.ways} == set(WAYS)
+    assert {way for case in cases for way in case.layout.ways} == {word for word, way in WAYS.items() if way.axis}
+    assert {case.options["recompute"] for case in cases} == {"none", "selective", "full"}
+    assert {case.options["recompute_modules"] for case in cases} == {None, *sweep.PARTS}
+    assert {case.options["loss_scaling"] for case in cases} == {None, "dynamic", "static", "blocks"}
+    assert {case.options["lr_groups"] for case in cases} == {None, *sweep.LR_GROUPS}
     assert {letter for case in cases for letter, _ in case.layout.counts} == {"v", "s"}
     assert any("0" in (case.options["stage_layers"] or "").split(",") for case in cases)
     assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in cases)
@@ -627,7 +630,7 @@ SCRIPT = '''
 """A script of a user; its first word says what is wrong with it."""
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import beside  # a module in the script's own folder
@@ -644,6 +647,7 @@ class Layout:
     chunks: int = 2
     slices: int = 4
     schedule: str = "1f1b"
+    recompute: str = ""
     dp: "int | None" = None
     cp: int = 1
     tp: int = 1
@@ -660,8 +664,8 @@ for flag, value in zip(flags[::2], flags[1::2]):
     if how == "takes none" or (how == "dp only" and flag != "--dp"):
         print("usage: script.py\\nscript.py: error: unrecognized arguments:", flag, value, file=sys.stderr)
         sys.exit(2)
-    if how != "deaf" and not (how == "deaf to ways" and flag in ("--schedule", "--chunks", "--slices")):
-        setattr(layout, flag.removeprefix("--"), value if flag == "--schedule" else int(value))
+    if how != "deaf" and not (how == "deaf to ways" and flag in ("--schedule", "--chunks", "--slices", "--recompute")):
+        setattr(layout, flag.removeprefix("--"), value if flag in ("--schedule", "--recompute") else int(value))
 here = world()
 mesh = Mesh(here, pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
 print("a word of the script")
@@ -682,7 +686,12 @@ shape = GPTConfig(layers=1, width=16, heads=2, seq_len=8)
 chunks = layout.chunks if layout.schedule == "interleaved" and layout.pp > 1 else 1
 slices = [8 // layout.slices] * layout.slices if layout.schedule == "terapipe" and layout.pp > 1 else [8]
 partition = balance([1.0], layout.pp * chunks)
-model = GPT(shape, mesh, seed=1, partition=partition, sequence_parallel=sequence_parallel, cp_attention=kind)
+model = GPT(
+    shape, mesh, seed=1, partition=partition, sequence_parallel=sequence_parallel, cp_attention=kind,
+    keep_scores=layout.recompute == "none",
+)
+for block in model.blocks:
+    block.recompute = layout.recompute == "full"
 rows = complete(layout.schedule, ranks=layout.pp, microbatches=2, chunks=chunks, slices=len(slices))
 if how == "another order" and layout.pp > 1:
     rows = complete("gpipe", ranks=layout.pp, microbatches=2)
@@ -721,6 +730,11 @@ def script(tmp_path, monkeypatch):
     return "code/script.py"
 
 
+def named(*layouts):
+    """`--layout dp2 --layout tp2`, as words."""
+    return [word for layout in layouts for word in ("--layout", layout)]
+
+
 def test_a_script_is_proven_in_layouts_and_its_words_are_swallowed(script, capsys, tmp_path):
     path = tmp_path / "found.json"
     assert main(["--layout", "dp2", "--layout=dp2,tp2", "--json", str(path), script, "good"]) == 0
@@ -736,7 +750,7 @@ def test_a_script_is_proven_in_layouts_and_its_words_are_swallowed(script, capsy
     second = found["layouts"][1]
     assert (second["layout"], second["ranks"], second["flags"]) == ("dp2,tp2", 4, ["--dp", "2", "--tp", "2"])
     assert (second["outcome"], second["first"], second["steps"]) == ("equal", None, 4)
-    assert second["compared"] == 17 + 4 * (5 + 4 * 17)
+    assert second["compared"] == 17 + 4 * (7 + 4 * 17)
     worst = second["worst"][0]
     assert 0 < worst["error"] < worst["allowed"]
     assert worst["equal"]
@@ -795,6 +809,15 @@ def test_a_layout_that_makes_fewer_steps_differs(script, capsys):
     assert "first     the layout ended before the end of step 3\n" in text
 
 
+@pytest.fixture
+def two_of_all(monkeypatch):
+    """`--all 2` stands for two of its layouts here: each is a child process."""
+    two = [parse(words) for words in ("dp2", "tp2,sp")]
+    assert set(two) <= {*all_layouts(2)}
+    monkeypatch.setattr("mpitrain.verify.command.all_layouts", lambda ranks: two)
+
+
+@pytest.mark.usefixtures("two_of_all")
 def test_flags_that_a_script_refuses_are_shown_once_and_are_no_proof(script, capsys):
     assert main(["--layout", "dp2", "--layout", "tp2", script, "dp only"]) == 2
     text = capsys.readouterr().out
@@ -817,48 +840,50 @@ def test_what_is_no_refusal_before_the_first_step_is_a_failure(script, capsys, h
     assert f"ended with exit code 2: {said}" in text
 
 
+@pytest.mark.usefixtures("two_of_all")
 def test_layouts_that_are_all_refused_prove_nothing(script, capsys):
     assert main(["--all", "2", script, "takes none"]) == 2
-    assert "11 layouts: 11 refused.  Nothing was proven." in capsys.readouterr().out
+    assert "2 layouts: 2 refused.  Nothing was proven." in capsys.readouterr().out
 
 
 def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
-    assert main(["--layout", "tp2", script, "deaf"]) == 2
-    refused = "tp2 was refused by the script:\nthe script did not obey --tp 2: its mesh was dp 2"
-    assert refused in capsys.readouterr().out
-    assert main(["--layout", "pp2,zb-h1", script, "deaf"]) == 2
-    assert "the script did not obey --pp 2 --schedule zb-h1: its mesh was dp 2" in capsys.readouterr().out
-    assert main(["--layout", "dp2", script, "deaf"]) == 0  # which it does by itself
+    assert main([*named("tp2", "pp2,zb-h1", "dp2"), script, "deaf"]) == 2
+    text = capsys.readouterr().out
+    assert "tp2 was refused by the script:\nthe script did not obey --tp 2: its mesh was dp 2\n" in text
+    assert "the script did not obey --pp 2 --schedule zb-h1: its mesh was dp 2\n" in text
+    assert "3 layouts: 1 equal, 2 refused" in text  # dp2 is what it does by itself
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        ("tp2,sp", "--sequence-parallel: it called no all_gather or reduce_scatter over tp"),
-        ("cp2,ulysses", "--cp-attention ulysses: it called no all_to_all over cp"),
-        ("cp2,rsa", "--cp-attention rsa: it called no rsa_attention over cp"),
-        ("pp2,zb-h1", "--schedule zb-h1: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B0@0 W0@0 B1@0 W1@0"),
-        ("pp2,gpipe", "--schedule gpipe: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B1@0 B0@0"),
-        ("pp2,interleaved", "--schedule interleaved: its stages a rank were 1"),
-        ("pp2,terapipe,s2", "--schedule terapipe --slices 2: its slices a sequence were 1"),
-    ],
-)
-def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys, layout, said):
-    assert main(["--layout", layout, script, "deaf to ways"]) == 2
-    assert f"{layout} was refused by the script:\nthe script did not obey {said}\n" in capsys.readouterr().out
+def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys):
+    said = {
+        "tp2,sp": "--sequence-parallel: it called no all_gather or reduce_scatter over tp",
+        "cp2,ulysses": "--cp-attention ulysses: it called no all_to_all over cp",
+        "cp2,rsa": "--cp-attention rsa: it called no rsa_attention over cp",
+        "pp2,zb-h1": "--schedule zb-h1: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B0@0 W0@0 B1@0 W1@0",
+        "pp2,gpipe": "--schedule gpipe: rank 0 of pp computed F0@0 F1@0 B0@0 B1@0, not F0@0 F1@0 B1@0 B0@0",
+        "pp2,interleaved": "--schedule interleaved: its stages a rank were 1",
+        "pp2,terapipe,s2": "--schedule terapipe --slices 2: its slices a sequence were 1",
+        "dp2,full": "--recompute full: no step was seen in which blocks are made again in backward",
+        "none": "--recompute none: no step was seen in which attention keeps its scores",
+    }
+    assert main([*named(*said), "--first", "1", script, "deaf to ways"]) == 2
+    text = capsys.readouterr().out
+    assert "9 layouts: 9 refused" in text
+    for layout, why in said.items():
+        assert f"{layout} was refused by the script:\nthe script did not obey {why}\n" in text
 
 
 def test_a_way_is_asked_for_only_where_its_axis_has_ranks_and_a_step_was_made(script, capsys):
     layouts = ("dp2,tp1,sp", "cp2,ring", "pp1,dp2,zb-h1", "pp2", "pp2,1f1b")
-    assert main([*(word for each in layouts for word in ("--layout", each)), script, "deaf to ways"]) == 0
+    assert main([*named(*layouts), "--first", "1", script, "deaf to ways"]) == 0
     capsys.readouterr()
     assert main(["--layout", "tp2,sp", script, "dies"]) == 1
     assert "tp2,sp  FAILED" in capsys.readouterr().out
 
 
 def test_a_script_that_takes_stages_and_schedules_is_proven_and_one_that_has_other_rows_is_not(script, capsys):
-    layouts = ("pp2,interleaved,v3", "pp2,terapipe,s2", "pp2,dp2,zb-h1")
-    assert main([*(word for each in layouts for word in ("--layout", each)), script, "good"]) == 0
+    layouts = ("pp2,interleaved,v3,none", "pp2,terapipe,s2", "pp2,dp2,zb-h1,full")
+    assert main([*named(*layouts), script, "good"]) == 0
     assert "3 layouts: 3 equal" in capsys.readouterr().out
     assert main(["--layout", "pp2,1f1b", script, "another order"]) == 2
     assert "the script did not obey --schedule 1f1b: rank 0 of pp computed F0@0 F1@0 B1@0" in capsys.readouterr().out
@@ -936,13 +961,19 @@ def test_a_script_that_does_not_train_on_one_rank_is_the_users_mistake(script, c
         assert "runpy" not in error
 
 
+FEWER = ("cp2,rsa,full", "dp2,full", "pp2,terapipe,full")
+"""Of the eighteen layouts of two ranks, what other tests prove as well."""
+
+
 def test_the_trainer_is_proven_where_no_script_is_given(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
+    some = [layout for layout in all_layouts(2) if "none" not in layout.ways and str(layout) not in FEWER]
+    monkeypatch.setattr("mpitrain.verify.command.all_layouts", lambda ranks: some)
     assert main(["--all", "2", "--first", "2", "--", "--tied", "--layers", "1"]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[0] for line in text.splitlines()[1:12]] == [str(layout) for layout in all_layouts(2)]
-    assert "11 layouts: 11 equal" in text
+    assert [line.split()[0] for line in text.splitlines()[1:13]] == [str(layout) for layout in some]
+    assert "12 layouts: 12 equal" in text
     assert "2 steps of 16 tensors" in text  # tied: no head
     assert not list(tmp_path.iterdir())  # its run folder was one of verify's own
 

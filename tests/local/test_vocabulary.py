@@ -17,6 +17,7 @@ from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
 from mpitrain.errors import ShapeError
+from mpitrain.optim.optimizer import StateTensor
 from mpitrain.parallel.vocabulary import TakeOwnRows, VocabularyCrossEntropy, cross_entropy
 from mpitrain.spec import INVARIANT, PARTIAL, Shard
 
@@ -82,9 +83,8 @@ def test_a_file_holds_every_word_once_and_loads_on_one_rank(tmp_path, ranks, tie
     """C34: 13 rows, whatever they were cut into; gradients stand for an optimizer's state."""
 
     def slabs(model, mesh):
-        return checkpoint.slabs_of(
-            model.parameters(), {"moment": {p.name: p.grad for p in model.parameters()}}, mesh.coords
-        )
+        moment = {p.name: StateTensor(p.grad, p.full_shape, p.rectangle, p.spec) for p in model.parameters()}
+        return checkpoint.slabs_of(model.parameters(), {"moment": moment}, mesh.coords)
 
     def save():
         mesh = Mesh(world(), tp=ranks)

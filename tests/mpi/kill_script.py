@@ -36,7 +36,8 @@ PIPELINE_PHASES = {
     "backward": ("action", "B", ""),
     "step": ("action", "STEP", ""),
 }
-FLAGS = "--model gpt-tiny --batch 8 --steps 4 --save-every 1 --eval-every 0 --sample-length 0".split()
+FLAGS = ["--data", __file__, *"--model gpt-tiny --batch 12 --steps 4 --save-every 1 --eval-every 0".split()]
+FLAGS += ["--sample-length", "0"]
 
 
 def _raise() -> None:

@@ -99,6 +99,9 @@ class Launch:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by __exit__)
         # Of its own: mpirun does not start beside what a killed one with the same process number has left behind.
         self._scratch = tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
+        # Of its own, too: what Open MPI's ranks share stays there if they are all killed.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else self._scratch.name
+        self._shared = tempfile.TemporaryDirectory(prefix="mpi-", dir=memory, ignore_cleanup_errors=True)
         self.process = subprocess.Popen(
             [mpirun, *_TAGGED[vendor(mpirun)], "-n", str(ranks), *command],
             env=environment(
@@ -106,6 +109,7 @@ class Launch:
                     _TOKEN: self._token,
                     "MPITRAIN_TEST_STACKS_AFTER": str(max(2.0, timeout - 4)),
                     "TMPDIR": self._scratch.name,
+                    "OMPI_MCA_btl_sm_backing_directory": self._shared.name,
                 },
                 **(env or {}),
             ),
@@ -121,6 +125,7 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         self._kill_all()
         self._output.close()
+        self._shared.cleanup()
         self._scratch.cleanup()
 
     def processes(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -20,14 +19,14 @@ QUICK = 15.0  # launch, a fault, at most 10 s
 
 
 def test_every_case_of_the_matrix_is_made_of_ways_phases_and_both_ends() -> None:
-    ways, phases, ranks = (set(column) for column in zip(*few_cases(4), strict=True))
-    assert (len(ways), len(phases), ranks) == (8, 6, {0, 3})
+    ways, phases, ranks = (set(column) for column in zip(*few_cases(3), strict=True))
+    assert (len(ways), len(phases), ranks) == (8, 6, {0, 2})
 
 
-@pytest.mark.parametrize(("how", "phase", "rank"), few_cases(4), ids=lambda part: str(part).replace(" ", "-"))
+@pytest.mark.parametrize(("how", "phase", "rank"), few_cases(3), ids=lambda part: str(part).replace(" ", "-"))
 def test_one_rank_dies_and_all_are_gone_within_ten_seconds(how: str, phase: str, rank: int, tmp_path: Path) -> None:
     """C72; all of its cases: python tests/mpi/kill_matrix.py."""
-    outcome = run_case(how, phase, rank, 4, tmp_path)
+    outcome = run_case(how, phase, rank, 3, tmp_path)
     assert not outcome.trouble, f"{outcome.trouble}\n{outcome.output}"
 
 
@@ -122,22 +121,23 @@ def test_a_rank_that_never_starts_ends_the_others_after_the_start_timeout(mpirun
 
 
 def test_ranks_die_with_their_launcher_and_leave_nothing_in_shared_memory(launcher: type[Launch]) -> None:
-    def boards() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith("mpitrain-board")}
+    def board_of(rank: int) -> str:
+        mapped = Path(f"/proc/{rank}/maps").read_text().splitlines()
+        (path,) = {line.split(maxsplit=5)[5] for line in mapped if "/mpitrain-board-" in line}
+        return path
 
-    before = boards()
     with launcher(4, sys.executable, SCRIPT, "sleeps", timeout=60) as job:
         deadline = time.monotonic() + 30
         while job.output().count("under way") < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(job.ranks()) == 4, job.output()
-        assert boards() <= before  # no name even while they run
+        (board,) = {board_of(rank) for rank in job.ranks()}
+        assert board.endswith(" (deleted)")  # no name even while they run
         job.process.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         while job.ranks() and time.monotonic() - killed < 2:  # Open MPI's ranks alone would notice after 4 s
             time.sleep(0.05)
         assert not job.ranks()
-    assert boards() <= before
 
 
 def test_early_leavers_slow_ranks_and_caught_exits_are_no_reason_to_end(mpirun: Mpirun) -> None:

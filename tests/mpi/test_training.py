@@ -22,11 +22,12 @@ pytestmark = pytest.mark.mpi
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 FLAGS = (
     "--model gpt-tiny --batch 24 --steps 8 --dropout 0.1 --lr 0.01 --sample-length 30 --eval-every 4 --save-every 8 "
-    "--deterministic"
+    "--deterministic --data"
 ).split()
+FLAGS.append(str(ROOT / "run_mpi.sh"))  # a short text: every process reads all of it
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 @pytest.mark.parametrize("name", [check.__name__ for check in checks_data_parallel.CHECKS])
 def test_data_parallel(checks: Callable[[str, str, int], None], name: str, ranks: int) -> None:
     checks("checks_data_parallel", name, ranks)
@@ -84,7 +85,9 @@ def test_a_run_stops_and_goes_on_between_processes_with_the_same_bits(mpirun, tm
 
 
 def test_only_one_rank_speaks_and_lines_are_plain(mpirun, tmp_path):
-    run = mpirun(3, sys.executable, SCRIPT, *FLAGS, "--run", str(tmp_path / "run"), timeout=120).check()
+    default = FLAGS[: FLAGS.index("--data")]
+    run = mpirun(3, sys.executable, SCRIPT, *default, "--run", str(tmp_path / "run"), timeout=120).check()
+    assert run.output.count("corpus       Python standard library") == 1
     assert run.output.count("step 8/8") == 1
     assert "\r" not in run.output.replace("\r\n", "\n")
     assert "\033" not in run.output

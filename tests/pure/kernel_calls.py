@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain import kernels
+from mpitrain.backend import wide
 from mpitrain.rng import absorb, stream_key
 
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 100, 257)
@@ -104,7 +105,7 @@ def _normal(rng: np.random.Generator, dtype: Any, *shape: int) -> np.ndarray:
 
 
 def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Fresh arrays for `call`; what is written stands first."""
+    """Fresh arrays for `call`; what is written stands first.  Of a half precision, statistics and sums are float32."""
     rng = np.random.default_rng([seed, rows, width])
 
     def normal(*shape: int) -> np.ndarray:
@@ -125,10 +126,10 @@ def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> 
         return 2 * normal(*matrix) + 3, normal(*vector), normal(*vector)
     if kernel == "layer_norm_backward":
         x, weight = 2 * normal(*matrix) + 3, normal(*vector)
-        wide = x.astype(np.float64)
-        center = wide.mean(1, keepdims=True) - wide[:, :1]
-        rstd = 1 / np.sqrt(wide.var(1, keepdims=True) + 1e-5)
-        return normal(*matrix), x, center.astype(dtype), rstd.astype(dtype), weight, normal(*matrix)
+        exact = x.astype(np.float64)
+        center = exact.mean(1, keepdims=True) - exact[:, :1]
+        rstd = 1 / np.sqrt(exact.var(1, keepdims=True) + 1e-5)
+        return normal(*matrix), x, center.astype(wide(dtype)), rstd.astype(wide(dtype)), weight, normal(*matrix)
     if kernel == "softmax":
         return (4 * normal(*matrix),)
     if kernel == "softmax_backward":
@@ -141,12 +142,12 @@ def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> 
         targets[-1:], targets[rows // 2 : rows // 2 + 1] = width - 1, 0
         if kernel == "cross_entropy":
             return logits, targets
-        wide = logits.astype(np.float64)
-        peak = wide.max(1, keepdims=True)
-        lse = np.log(np.exp(wide - peak).sum(1)) + peak[:, 0]
-        return logits, targets, lse.astype(dtype)
+        exact = logits.astype(np.float64)
+        peak = exact.max(1, keepdims=True)
+        lse = np.log(np.exp(exact - peak).sum(1)) + peak[:, 0]
+        return logits, targets, lse.astype(wide(dtype))
     if kernel == "row_sum":
-        return normal(7, width), rng.integers(0, 7, rows), normal(*matrix)
+        return normal(7, width).astype(wide(dtype)), rng.integers(0, 7, rows), normal(*matrix)
     if kernel == "adamw":
         p, m, g = (normal(rows * width) for _ in range(3))
         return p, m, normal(rows * width) ** 2, g
@@ -169,7 +170,7 @@ CALLS: dict[str, Callable[..., Sequence[Any]]] = {
     "softmax_backward": lambda grad, y: [kernels.softmax_backward(grad, y, -1)],
     "cross_entropy": lambda logits, targets: kernels.cross_entropy(logits, targets, IGNORE),
     "cross_entropy_backward": lambda logits, targets, lse: [
-        kernels.cross_entropy_backward(np.asarray(0.7, logits.dtype), logits, targets, lse, IGNORE)
+        kernels.cross_entropy_backward(np.asarray(0.7, lse.dtype), logits, targets, lse, IGNORE)
     ],
     "row_sum": lambda out, ids, rows: [kernels.row_sum(ids, rows, out), out][1:],
     "adamw": lambda p, m, v, g: [kernels.adamw(p, g, m, v, **ADAMW), p, m, v][1:],

@@ -10,6 +10,7 @@ from mpitrain import kernels
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.gradcheck import check
 from mpitrain.autograd.ops.attention import attend, attend_backward, by_head, split_heads
+from mpitrain.backend import dtype_of
 from mpitrain.errors import ShapeError
 from mpitrain.rng import Draw, keep_mask
 
@@ -105,7 +106,7 @@ def test_attention_equals_pytorch():
     np.testing.assert_allclose(dx, t.grad.numpy(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, dtype_of("bfloat16"), np.float32, np.float64], ids=str)
 @pytest.mark.parametrize("drop", [0.0, 0.9])
 def test_a_query_without_any_key_gives_zero_and_takes_no_gradient(dtype, drop):
     """C08: the first position is padding, so its query sees no key."""
@@ -116,7 +117,7 @@ def test_a_query_without_any_key_gives_zero_and_takes_no_gradient(dtype, drop):
     assert y.dtype == dx.dtype == dtype
     assert not y[:, 0].any()
     assert not dx[:, 0].any()
-    assert np.isfinite(dx).all()
+    assert np.isfinite(dx.astype(np.float64)).all()
     assert y[:, 1:].any()
 
 
@@ -133,6 +134,32 @@ def test_attention_of_half_precision_computes_in_single():
     z, (dz,) = run(lambda x: ops.attention(x, 2), qkv.astype(np.float32))
     np.testing.assert_allclose(y, z, rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(dx, dz, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
+def test_gradients_of_a_group_are_added_up_in_single_precision_and_rounded_once(half, heads, kv_heads):
+    half = dtype_of(half)
+    b, s, d = 2, 40, 8
+    qkv, grad, y = (normal(b, s, n * d).astype(half).astype(np.float32) for n in (heads + 2 * kv_heads, heads, heads))
+    how = {"causal": True, "mask": None, "rows": None, "drop": 0.0}
+    lse = attend(*split_heads(qkv, heads, kv_heads), by_head(np.empty_like(y), heads, kv_heads), **how)
+    gradients = []
+    for dtype in (np.float32, half):
+        into = np.empty(qkv.shape, dtype)
+        g, packed, out = (x.astype(dtype) for x in (grad, qkv, y))
+        given = by_head(g, heads, kv_heads), *split_heads(packed, heads, kv_heads), by_head(out, heads, kv_heads)
+        attend_backward(*given, lse, *split_heads(into, heads, kv_heads), **how)
+        gradients.append(into)
+    expected, mine = gradients
+    assert mine.tobytes() == expected.astype(half).tobytes()
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_what_waits_of_halves_is_halves_and_a_single_a_query(half):
+    with Tape() as tape:
+        ops.attention(Tensor(np.zeros((2, 64, 24), dtype_of(half)), requires_grad=True), 2)
+    assert tape.nbytes == (2 * 64 * 24 + 2 * 64 * 8) * 2 + 2 * 2 * 64 * 4
 
 
 def test_attention_keeps_no_matrix_of_probabilities():

@@ -10,6 +10,7 @@ import pytest
 
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.carry import Carry
+from mpitrain.backend import dtype_of
 from mpitrain.errors import GraphError
 
 PARTS = 4
@@ -188,3 +189,31 @@ def test_a_name_is_kept_once_and_only_in_a_part():
     carry.keep("v", Tensor(np.ones(1)))
     with pytest.raises(GraphError, match="two values as 'v'"):
         carry.keep("v", Tensor(np.ones(1)))
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_gradients_of_halves_are_added_up_in_single_precision_and_rounded_once(half):
+    """T21.1: in float16 2048 and 1 is 2048, however often; in bfloat16 256 and 1 is 256."""
+    half = dtype_of(half)
+    large = 2048 if half == np.float16 else 256
+    carry, flying = Carry(), []
+    for part in range(6):
+        with Tape() as tape:
+            carry.begin(part)
+            if part == 0:
+                value = Tensor(np.ones(2, half), requires_grad=True) * np.ones(2, half)
+                carry.keep("v", value)
+                flying.append((tape, []))
+                continue
+            (leaf,) = carry.earlier("v")
+            y = leaf * np.full(2, large if part == 5 else 1, half)
+        flying.append((tape, [(y, np.ones(2, half))]))
+    for part in (5, 4, 3, 2, 1, 0):
+        tape, seeds = flying[part]
+        seeds += carry.seeds(part)
+        tape.run_backward(seeds)
+        carry.pass_back(part, tape)
+    ((kept, grad),) = flying[0][1]
+    assert kept is value
+    assert grad.dtype == half
+    assert grad.astype(float).tolist() == [large + 4] * 2

@@ -194,7 +194,10 @@ def test_intervals_say_their_ends():
         (["--layers", "two"], "--layers two: must be a whole number from 1 to 1000."),
         (["--layers="], "--layers '': must be a whole number from 1 to 1000."),
         (["--dropout", "1"], "--dropout 1: must be a number from 0 to below 1."),
-        (["--dtype", "float23"], "--dtype float23: must be one of float32, float64.  Did you mean float32?"),
+        (
+            ["--dtype", "float23"],
+            "--dtype float23: must be one of float32, float64, float16, bfloat16.  Did you mean float32?",
+        ),
         (["--tied=yes"], "--tied=yes: takes no value; write --tied or --untied."),
         (["--data", " "], "--data ' ': must be UTF-8 text of 1 to 4096 characters."),
         (

@@ -20,32 +20,56 @@ def zeros(*shape, dtype=np.float32):
 
 
 def good():
-    """Arguments of every function that are right; the shapes are those of rows of 6, or (b, h, s, d) for attention."""
+    """Arguments of every function that are right; the shapes are those of rows of 6, or (b, h, s, d) for attention.
+
+    A name may go on after the function's with what it is given: halves come with room for two rows of each operand.
+    """
     x, v, r = zeros(4, 6), zeros(6), zeros(4, 1)
     hashes, targets = np.zeros(4, np.uint64), np.zeros(4, np.int64)
     (grad, q, y, dq), (k, values, dk, dv) = ([zeros(*shape) for _ in range(4)] for shape in (SHAPE, KEYS))
     queries, columns = zeros(1, 2, 5), np.arange(4)
     rows, mask = np.zeros((1, 2, 5), np.uint64), np.ones((1, 1, 5, 4), bool)
     scratch = np.zeros(max(_compiled.attention_scratch(5, 4, 3, 4, back) for back in (0, 1)), np.uint8)
-    setting = [0, 0.5, mask, rows, columns, 7, 1.5, scratch]
+    setting = [0, 0.5, mask, rows, columns, 7, 1.5, scratch, zeros(1, 2, 5 * 4), 0]
+    half, brain = zeros(4, 6, dtype=np.float16), zeros(4, 6, dtype=np.uint16)
     return {
-        "gelu": [0, x, v, x.copy(), x.copy()],
-        "gelu_backward": [x, x.copy(), x.copy(), v, v.copy()],
-        "residual": [x, x.copy(), v, hashes, 7, 1.5, x.copy()],
+        "sum_rows": [x, v, v.copy(), None],
+        "sum_rows of halves": [half, v, v.copy(), zeros(12)],
+        "gelu": [0, x, v, x.copy(), x.copy(), None],
+        "gelu of halves": [0, half, v, half.copy(), half.copy(), zeros(36)],
+        "gelu_backward": [x, x.copy(), x.copy(), v, v.copy(), None],
+        "gelu_backward of bfloats": [brain, brain.copy(), brain.copy(), v, v.copy(), zeros(36)],
+        "residual": [x, x.copy(), v, hashes, 7, 1.5, x.copy(), None],
+        "residual of halves": [half, half.copy(), v, hashes, 7, 1.5, half.copy(), zeros(36)],
         "residual_norm": [
             *(x, x.copy(), v, hashes, 7, 1.5, v.copy(), v.copy(), 1e-5),
-            *(x.copy(), x.copy(), r, r.copy()),
+            *(x.copy(), x.copy(), r, r.copy(), None),
         ],
-        "dropout": [x, hashes, 7, 1.5, x.copy()],
-        "layer_norm": [x, v, v.copy(), 1e-5, x.copy(), r, r.copy()],
-        "layer_norm_backward": [x, x.copy(), x.copy(), r, r.copy(), v, x.copy(), v.copy(), v.copy(), zeros(12)],
-        "softmax": [x, x.copy()],
-        "softmax_backward": [x, x.copy(), x.copy()],
-        "cross_entropy": [x, targets, -100, zeros(4)],
-        "cross_entropy_backward": [1.0, x, targets, zeros(4), -100, x.copy()],
-        "row_sum": [targets, x, zeros(3, 6)],
+        "residual_norm of bfloats": [
+            *(brain, brain.copy(), v, hashes, 7, 1.5, v.copy(), v.copy(), 1e-5),
+            *(brain.copy(), brain.copy(), r, r.copy(), zeros(48)),
+        ],
+        "dropout": [x, hashes, 7, 1.5, x.copy(), None],
+        "dropout of halves": [half, hashes, 7, 1.5, half.copy(), zeros(24)],
+        "layer_norm": [x, v, v.copy(), 1e-5, x.copy(), r, r.copy(), None],
+        "layer_norm of bfloats": [brain, v, v.copy(), 1e-5, brain.copy(), r, r.copy(), zeros(24)],
+        "layer_norm_backward": [x, x.copy(), x.copy(), r, r.copy(), v, x.copy(), v.copy(), v.copy(), zeros(12), None],
+        "layer_norm_backward of halves": [
+            *(half, half.copy(), half.copy(), r, r.copy(), v, half.copy(), v.copy(), v.copy(), zeros(12), zeros(48)),
+        ],
+        "softmax": [x, x.copy(), None],
+        "softmax of halves": [half, half.copy(), zeros(24)],
+        "softmax_backward": [x, x.copy(), x.copy(), None],
+        "softmax_backward of bfloats": [brain, brain.copy(), brain.copy(), zeros(36)],
+        "cross_entropy": [x, targets, -100, zeros(4), None],
+        "cross_entropy of halves": [half, targets, -100, zeros(4), zeros(12)],
+        "cross_entropy_backward": [1.0, x, targets, zeros(4), -100, x.copy(), None],
+        "cross_entropy_backward of halves": [1.0, half, targets, zeros(4), -100, half.copy(), zeros(24)],
+        "row_sum": [targets, x, zeros(3, 6), None],
+        "row_sum of halves": [targets, half, zeros(3, 6), zeros(12)],
         "adamw": [v, v.copy(), v.copy(), v.copy(), 0.9, 0.1, 0.99, 0.01, 1e-8, 0.1, 1.0],
-        "sum_of_squares": [x],
+        "sum_of_squares": [x, None],
+        "sum_of_squares of bfloats": [brain, zeros(1)],
         "attention_scratch": [5, 4, 3, 4, 1],
         "attention": [queries, q, k, values, y, *setting],
         "attention_backward": [queries, grad, q, k, values, y, dq, dk, dv, *setting],
@@ -56,8 +80,9 @@ def good():
 
 OPTIONAL = {("gelu", 2), ("residual", 2), ("residual", 3), ("layer_norm_backward", 1)}
 OPTIONAL |= {("residual_norm", 2), ("residual_norm", 3)}
-OPTIONAL |= {("attention", at) for at in (7, 8, 9)} | {("attention_backward", at) for at in (11, 12, 13)}
+OPTIONAL |= {("attention", at) for at in (7, 8, 9, 13)} | {("attention_backward", at) for at in (11, 12, 13, 17)}
 WRITTEN = {
+    "sum_rows": [1, 2],
     "gelu": [3, 4],
     "gelu_backward": [2, 3, 4],
     "residual": [6],
@@ -71,13 +96,31 @@ WRITTEN = {
     "cross_entropy_backward": [5],
     "row_sum": [2],
     "adamw": [0, 2, 3],
-    "attention": [0, 4, 12],
+    "attention": [0, 4, 12, 13],
     "attention_backward": [6, 7, 8, 16],
     "widen": [2],
     "narrow": [2],
 }
+HALVES = {("attention", at) for at in (1, 2, 3, 4)} | {("attention_backward", at) for at in range(1, 9)}
+DECIDES = {
+    "sum_rows of halves": 0,
+    "cross_entropy of halves": 0,
+    "row_sum of halves": 1,
+    "sum_of_squares of bfloats": 0,
+}
+"""The one array that may be of any precision, as the others are what they are for all."""
 FUNCTIONS = pytest.mark.parametrize("name", good())
 REFUSALS = (TypeError, ValueError, BufferError)
+
+
+def function(name):
+    return getattr(_compiled, name.split()[0])
+
+
+def written(name):
+    """Numbers of the arguments that are written, the room for halves among them."""
+    room = [len(good()[name]) - 1] if " of " in name else []
+    return [*WRITTEN.get(name.split()[0], ()), *room]
 
 
 def arrays_of(name):
@@ -88,22 +131,22 @@ def refuses(name, at, value):
     arguments = good()[name]
     arguments[at] = value
     with pytest.raises(REFUSALS):
-        getattr(_compiled, name)(*arguments)
+        function(name)(*arguments)
 
 
 def test_this_file_knows_every_function():
     functions = {name for name in dir(_compiled) if not name.startswith("_")}
-    assert functions == {*good(), "levels", "use"}
+    assert functions == {*(name.split()[0] for name in good()), "levels", "use"}
 
 
 @FUNCTIONS
 def test_right_arguments_are_taken(name, compiled_level):
-    getattr(_compiled, name)(*good()[name])
-    for function, at in OPTIONAL:
-        if function == name:
+    function(name)(*good()[name])
+    for other, at in OPTIONAL:
+        if other == name.split()[0]:
             arguments = good()[name]
             arguments[at] = None
-            getattr(_compiled, name)(*arguments)
+            function(name)(*arguments)
 
 
 @FUNCTIONS
@@ -111,7 +154,7 @@ def test_missing_arguments_are_refused(name):
     arguments = good()[name]
     for count in range(len(arguments)):
         with pytest.raises(TypeError, match=f"argument {count}: is missing|argument"):
-            getattr(_compiled, name)(*arguments[:count])
+            function(name)(*arguments[:count])
 
 
 @FUNCTIONS
@@ -119,7 +162,7 @@ def test_none_and_strangers_are_refused_where_an_array_belongs(name):
     for at in arrays_of(name):
         for value in (3, "text", object(), [1.0], b"bytes"):
             refuses(name, at, value)
-        if (name, at) not in {*OPTIONAL, ("gelu_backward", 3)}:
+        if (name.split()[0], at) not in {*OPTIONAL, ("gelu_backward", 3)}:
             refuses(name, at, None)
 
 
@@ -135,10 +178,13 @@ def test_strangers_are_refused_where_a_number_belongs(name):
 def test_another_dtype_is_refused(name):
     for at in arrays_of(name):
         array = good()[name][at]
+        if at == DECIDES.get(name):
+            continue
         for dtype in (np.float16, np.float64, np.int32, np.complex64, np.uint8, ">f4", "S4", bool, np.uint16, np.int64):
             wrong = np.zeros(array.shape, dtype)
             same_kind = wrong.dtype.kind in "iu" and array.dtype.kind in "iu" and wrong.itemsize == array.itemsize
-            if wrong.dtype != array.dtype and not same_kind and len(arrays_of(name)) > 1:
+            taken = same_kind or (wrong.dtype == np.uint16 and (name, at) in HALVES)
+            if wrong.dtype != array.dtype and not taken and len(arrays_of(name)) > 1:
                 refuses(name, at, wrong)
     refuses("sum_of_squares", 0, zeros(3, dtype=np.int32))
     refuses("sum_of_squares", 0, zeros(3, dtype=np.longdouble))
@@ -152,7 +198,12 @@ def test_another_length_is_refused(name):
     first |= {"widen": 1, "narrow": 1}
     for at in arrays_of(name):
         array = good()[name][at]
-        if at == first.get(name, 0):
+        if at == first.get(name.split()[0], 0):
+            continue
+        if " of " in name and at == len(good()[name]) - 1:  # room for one row of each operand is enough
+            rows = 1 if name.startswith("sum_of_squares") else 2
+            refuses(name, at, np.zeros(array.size // rows - 1, array.dtype))
+            function(name)(*good()[name][:at], np.zeros(array.size // rows, array.dtype))
             continue
         for change in (-1, 1) if array.dtype != np.uint8 else ():  # scratch may be longer
             flat = np.zeros(array.size + change, array.dtype)
@@ -175,15 +226,15 @@ def test_gaps_and_misplaced_elements_are_refused(name):
 
 @FUNCTIONS
 def test_what_may_not_be_written_is_refused(name):
-    for at in WRITTEN.get(name, ()):
+    for at in written(name):
         array = good()[name][at]
         array.flags.writeable = False
         refuses(name, at, array)
 
 
 def test_the_bias_of_gelu_is_left_out_with_its_scratch():
-    grad, slope, dx, _, scratch = good()["gelu_backward"]
-    _compiled.gelu_backward(grad, slope, dx, None, scratch[:0])
+    grad, slope, dx, _, group, spare = good()["gelu_backward"]
+    _compiled.gelu_backward(grad, slope, dx, None, group[:0], spare)
     refuses("gelu_backward", 3, None)
 
 
@@ -205,7 +256,17 @@ def test_thresholds_that_are_no_word_are_refused():
             arguments = good()[name]
             arguments[at] = wrong
             with pytest.raises((TypeError, ValueError, OverflowError)):
-                getattr(_compiled, name)(*arguments)
+                function(name)(*arguments)
+
+
+def test_attention_in_double_precision_takes_no_halves():
+    for name in ("attention", "attention_backward"):
+        twofold = [x.astype(np.float64) if getattr(x, "dtype", None) == np.float32 else x for x in good()[name]]
+        twofold[-3] = np.zeros(_compiled.attention_scratch(5, 4, 3, 8, 1), np.uint8)
+        function(name)(*twofold)
+        for _, at in (place for place in HALVES if place[0] == name):
+            with pytest.raises(TypeError, match=f"argument {at}: has another dtype"):
+                function(name)(*twofold[:at], twofold[at].astype(np.uint16), *twofold[at + 1 :])
 
 
 def test_attention_refuses_other_shapes():
@@ -216,13 +277,15 @@ def test_attention_refuses_other_shapes():
                     for length in (0, shape[i] - 1, shape[i] + 1):
                         refuses(name, at, zeros(*shape[:i], length, *shape[i + 1 :]))
                 refuses(name, at, zeros(*shape[1:]))
-        mask, keys, scratch = (7, 9, 12) if name == "attention" else (11, 13, 16)
+        mask, keys, scratch, scores = (7, 9, 12, 13) if name == "attention" else (11, 13, 16, 17)
         for shape in ((1, 1, 5, 5), (2, 1, 5, 4), (1, 3, 1, 1), (5, 4), (1, 1, 6, 4), (1, 1, 4, 5), (1, 1, 5, 0)):
             refuses(name, mask, np.ones(shape, bool))
+        for wrong in ((1, 2, 19), (1, 2, 21), (2, 2, 20), (1, 1, 20), (1, 2, 4, 5), (2, 20), (1, 2, 0)):
+            refuses(name, scores, zeros(*wrong))
         refuses(name, keys, np.arange(5))
         refuses(name, scratch, np.zeros(_compiled.attention_scratch(5, 4, 3, 4, name != "attention") - 1, np.uint8))
         with pytest.raises(ValueError, match="wants as many keys as queries"):
-            getattr(_compiled, name)(*good()[name][: mask - 2], 1, *good()[name][mask - 1 :])
+            function(name)(*good()[name][: mask - 2], 1, *good()[name][mask - 1 :])
     for at in range(3):
         for wrong in (-1, 2**31, 2**62):
             with pytest.raises(ValueError, match="out of range"):
@@ -278,7 +341,7 @@ while time.monotonic() < end:
         del arguments[rng.integers(len(arguments))]
     try:
         with np.errstate(all="ignore"):
-            getattr(_compiled, name)(*arguments)
+            getattr(_compiled, name.split()[0])(*arguments)
         taken += 1
     except (TypeError, ValueError, BufferError, OverflowError):
         refused += 1

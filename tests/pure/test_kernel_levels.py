@@ -78,7 +78,7 @@ def test_a_level_is_chosen_for_all_names_at_once(level):
         assert (kernel is getattr(reference, name)) or level != "numpy"
     if level != "numpy":
         assert kernels.gelu_tanh is not reference.gelu_tanh
-        assert kernels.matmul is reference.matmul  # BLAS, at every level
+        assert kernels.erf is reference.erf  # which nothing that is trained needs
 
 
 def test_a_kernel_that_is_compiled_has_a_reference_of_the_same_signature():

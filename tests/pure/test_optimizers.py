@@ -10,7 +10,9 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.kernels import blocks
 from mpitrain.nn.init import normal
 from mpitrain.nn.parameter import Parameter, materialize
-from mpitrain.optim import AdamW, Sgd
+from mpitrain.optim import AdamW, Group, Sgd
+from mpitrain.optim.clip import clip
+from mpitrain.optim.groups import treatments
 from mpitrain.optim.runs import join
 
 AXES = ("pp", "edp", "ep", "cp", "tp")
@@ -98,6 +100,41 @@ def test_ten_steps_equal_pytorch(name):
             assert np.abs(reference.state[twin][kinds[kind]].numpy() - arrays[p.name]).max() < 1e-12
 
 
+GROUPS = (Group("w2", lr=0.5), Group("b?", lr=3.0, weight_decay=0.2), Group("w*", weight_decay=0.05))
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum decay", "nesterov decay", "sgd decay"])
+def test_twenty_steps_with_decay_groups_and_clipping_equal_pytorch(name):
+    torch = pytest.importorskip("torch")
+    made = parameters()
+    kind, hyper = METHODS[name]
+    method = kind(made, groups=GROUPS, **hyper)
+    twins = [torch.nn.Parameter(torch.tensor(p.data)) for p in made]
+    wanted = {
+        "w1": (1.0, 0.05), "b1": (3.0, 0.2), "n1": (1.0, 0.0), "w2": (0.5, 0.1), "w3": (1.0, 0.05), "b3": (3.0, 0.2),
+    }  # fmt: skip
+    of_torch = [
+        {"params": [twin], "factor": wanted[p.name][0], "weight_decay": wanted[p.name][1]}
+        for twin, p in zip(twins, made, strict=True)
+    ]
+    reference = {AdamW: torch.optim.AdamW, Sgd: torch.optim.SGD}[kind](of_torch, **hyper)
+    for step in range(20):
+        give_gradients(made, step)
+        for twin, p in zip(twins, made, strict=True):
+            twin.grad = torch.tensor(p.grad)
+        rate = 3e-2 * (step + 1) / 20
+        for group in reference.param_groups:
+            group["lr"] = rate * group["factor"]
+        norm = torch.nn.utils.clip_grad_norm_(twins, 1.0)
+        clipped = clip([p.grad for p in made], [p.grad for p in made], 1.0, float)
+        assert clipped.norm == pytest.approx(float(norm), rel=1e-12)
+        assert clipped.coefficient < 0.5
+        method.step(rate)
+        reference.step()
+        for twin, p in zip(twins, made, strict=True):
+            assert np.abs(twin.detach().numpy() - p.data).max() < 1e-9, (p.name, step)
+
+
 def test_one_adamw_step_by_hand():
     """g = 2 from zero moments: the corrected step is lr * g/|g| after the decay of 1 - lr * 0.1."""
     p, m, v = np.array([3.0]), np.zeros(1), np.zeros(1)
@@ -153,24 +190,28 @@ def test_blocks_change_no_bit(name, monkeypatch):
     assert all(map(np.array_equal, train(short, make(name, short), 5), expected))
 
 
+def runs_of(made, groups=()):
+    return join(made, treatments(made, groups, 0.1))
+
+
 def test_neighbours_of_one_kind_form_a_run():
     made = parameters()
-    runs = join(made)
-    found = [(r.start, r.weights.size, r.decay) for r in runs]
+    runs = runs_of(made)
+    found = [(r.start, r.weights.size, r.treatment.decay > 0) for r in runs]
     assert found == [(0, 35, True), (35, 14, False), (49, 30, True), (79, 3, False)]
     assert all(np.shares_memory(runs[1].weights, p.data) for p in made[1:3])
     assert all(np.shares_memory(runs[1].grads, p.grad) for p in made[1:3])
     assert np.array_equal(runs[2].weights, np.concatenate([made[3].data.reshape(-1), made[4].data.reshape(-1)]))
-    assert [r.weights.size for r in join(apart(made))] == [35, 7, 7, 21, 9, 3]
+    assert [r.weights.size for r in runs_of(apart(made))] == [35, 7, 7, 21, 9, 3]
 
 
 def test_a_gap_or_another_order_in_memory_parts_a_run():
     made = parameters(shapes={"a": (4,), "b": (4,), "c": (4,)})
-    assert len(join(made)) == 1
-    assert len(join([made[0], made[2]])) == 2
-    assert len(join([made[1], made[0]])) == 2
+    assert len(runs_of(made)) == 1
+    assert len(runs_of([made[0], made[2]])) == 2
+    assert len(runs_of([made[1], made[0]])) == 2
     made[1].grad = made[1].grad.copy()  # the weights still adjoin, the gradients do not
-    assert len(join(made)) == 3
+    assert len(runs_of(made)) == 3
 
 
 def test_a_buffer_of_bytes_can_hold_a_run():
@@ -182,7 +223,7 @@ def test_a_buffer_of_bytes_can_hold_a_run():
         flat[...] = np.arange(10)
         setattr(made[0], attribute, flat[:4])
         setattr(made[1], attribute, flat[4:].reshape(2, 3))
-    (run,) = join(made)
+    (run,) = runs_of(made)
     assert run.weights.tolist() == run.grads.tolist() == list(range(10))
 
 

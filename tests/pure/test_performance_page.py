@@ -167,3 +167,47 @@ def test_a_bubble_is_judged_by_the_schedule_that_is_farthest_from_its_formula():
     assert (figure.value, figure.low) == pytest.approx((0.02, 0.01))
     assert "zb-h1 7.0 % (formula 5.0, simulated 5.0)" in figure.note
     assert BY_NAME["bubble-zb"].figure(data).value == pytest.approx(0.07 / 0.11)
+
+
+def looked(peak, forward, again, backward, **owners):
+    flops = {"forward": forward, "again": again, "backward": backward}
+    return {"owners": owners, "peak": peak, "flops": flops}
+
+
+def ways():
+    """A step that keeps everything, one that makes blocks again, and one in halves with next to no state."""
+    ms = {"float32, none, adamw": (100, 110, 120), "float32, full, adamw": (120, 143, 150)}
+    ms["float16, full, adafactor"] = (130, 130, 140)
+    rounds = {name: [{"ms_per_step": one, "cpu_ms_per_step": one} for one in of] for name, of in ms.items()}
+    looks = {
+        "float32, none, adamw": looked(8_000_000, 100, 0, 200, weights=1_000_000, activations=6_500_000),
+        "float32, full, adamw": looked(4_000_000, 100, 90, 200, weights=1_000_000, activations=500_000),
+        "float16, full, adafactor": looked(2_000_000, 100, 90, 200, weights=500_000, masters=1_000_000),
+    }
+    return {"rounds": rounds, "looks": looks}
+
+
+def test_recompute_is_told_by_time_operations_and_bytes():
+    figure = BY_NAME["recompute-full"].figure(ways())
+    assert (figure.value, figure.low, figure.high) == pytest.approx((1.25, 1.2, 1.3))
+    assert "operations 1.300, bytes alive at the peak 0.50" in figure.note
+    flops = BY_NAME["recompute-flops"]
+    assert flops.figure(ways()).value == pytest.approx(1.3)
+    assert [flops.verdict(value) for value in (4 / 3, 1.34)] == ["bar", "no"]
+    assert "one more forward would be 1.333" in flops.figure(ways()).note
+    leanest = BY_NAME["memory-saved"].figure(ways())
+    assert (leanest.value, leanest.mine) == (0.25, "2.0 MB")
+
+
+def test_bytes_by_owner_stand_in_a_table_and_add_up():
+    text = "\n".join(page._memory_table(ways()))
+    assert "| float32, none, adamw | 1.0 |  |  |  | 6.5 |  | 0.5 | 8.0 | 110 | 1.000 |" in text
+    assert "| float16, full, adafactor | 0.5 | 1.0 |  |  |  |  | 0.5 | 2.0 | 130 | 1.300 |" in text
+
+
+def test_halves_are_compared_with_float32_round_by_round():
+    data = {"rounds": {"float32": runs(100, 100, 120), "float16": runs(80, 90, 90)}, "kernels": "x86-64-v3"}
+    row = BY_NAME["float16-S"]
+    assert row.figure(data).value == pytest.approx(0.8)
+    assert row.verdict(0.75) == "bar"
+    assert "no compiled kernels" in row.figure({**data, "kernels": "numpy"}).note

@@ -160,7 +160,14 @@ def test_help_explains_every_variable_that_the_script_reads_and_installs_nothing
             ["-n", "2", "generate", "a b"],
             ["mpirun", "-n", "2", PYTHON, *"-m mpi4py -m mpitrain generate".split(), "a b"],
         ),
-        (["test", "-k", "a b"], ["python", *"-m pytest -c ROOT/pyproject.toml --rootdir ROOT -k".split(), "a b"]),
+        (
+            ["test", "-k", "a b"],
+            [
+                "python",
+                *"-m pytest -c ROOT/pyproject.toml --rootdir ROOT -n auto --dist worksteal -k".split(),
+                "a b",
+            ],
+        ),
     ],
 )
 def test_arguments_become_this_command(clone, args, command):

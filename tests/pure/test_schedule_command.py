@@ -18,8 +18,9 @@ from mpitrain.schedule.source import completed, read_rows, rows_text
 
 
 @pytest.fixture
-def run(capsys):
-    """`run("words")` -> what the command prints."""
+def run(capsys, monkeypatch):
+    """`run("words")` -> what the command prints on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "120")
 
     def run(words):
         assert main(shlex.split(words)) == 0

@@ -13,6 +13,7 @@ from mpitrain import kernels
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.carry import Carry
 from mpitrain.autograd.gradcheck import check
+from mpitrain.backend import dtype_of
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
@@ -95,6 +96,21 @@ def test_documents_in_slices_are_those_of_the_whole(lengths, drop):
     qkv = packed(4, 2)
     whole = run(lambda x: ops.attention(x, 4, 2, mask=mask, **options(4, drop)), qkv)
     assert_same(run(in_slices(lengths, 4, 2, drop, mask), qkv), whole)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@EACH_SLICING
+def test_slices_of_halves_are_merged_in_single_precision(half, lengths):
+    """A result is off by a last place of its own and little more; a gradient, the sum of those of slices, by two of the
+    largest."""
+    half = dtype_of(half)
+    place = 2.0 ** (-10 if half == np.float16 else -7)
+    qkv = packed(4, 2).astype(half)
+    (y, (dx,)), (z, (dz,)) = (run(f, qkv) for f in (in_slices(lengths, 4, 2, 0.3), in_slices([S], 4, 2, 0.3)))
+    assert y.dtype == dx.dtype == half
+    y, z, dx, dz = (x.astype(np.float64) for x in (y, z, dx, dz))
+    assert (np.abs(y - z) <= place * (np.abs(z) + np.abs(z).max() / 64)).all()
+    assert np.abs(dx - dz).max() <= 2 * place * np.abs(dz).max()
 
 
 def test_long_slices_have_several_blocks_of_queries():

@@ -69,3 +69,14 @@ def test_slabs_tile_the_full_tensor_also_when_two_axes_cut_one_dim():
                 assert slab_shape(rectangle) == (1, 4)
                 seen[rectangle] += 1
     assert (seen == 1).all()
+
+
+def test_a_sum_over_a_dim_has_the_spec_without_it():
+    """Later dims move up; along an axis that cut the dim every rank has the sum, as by default."""
+    spec = Spec({"edp": Shard(0), "cp": Shard(1), "tp": Shard(2), "ends": REPLICATE})
+    assert spec.without(1) == Spec({"edp": Shard(0), "tp": Shard(1), "ends": REPLICATE})
+    assert spec.without(2) == Spec({"edp": Shard(0), "cp": Shard(1), "ends": REPLICATE})
+    assert spec.without(1).state("cp") == REPLICATE
+    assert spec.without(2).state("tp") == INVARIANT
+    assert spec.without(0).shard_dims() == {"cp": 0, "tp": 1}
+    assert Spec({"tp": REPLICATE}).without(0) == Spec({"tp": REPLICATE})

@@ -521,8 +521,8 @@ def test_every_rule_and_every_arrow_has_programs_that_are_wrong():
     assert set(collectives.ARROWS) - called(WRONG) == set()
 
 
-ELEMENTWISE = """Abs Add Cast Clip Cos Div Erf Exp GeluErf GeluTanh Log Maximum Minimum Mul Neg Pow Power Relu Scale
-    Sigmoid Sin Sqrt Sub Tanh Where""".split()
+ELEMENTWISE = """Abs Add Cast Clip Cos Div EnterBranch Erf Exp GeluErf GeluTanh LeaveBranch Log Maximum Minimum Mul Neg
+    Pow Power Relu Scale Sigmoid Sin Sqrt Sub Tanh Where""".split()
 
 
 def test_every_op_has_a_rule_or_works_element_by_element():

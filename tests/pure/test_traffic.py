@@ -70,7 +70,7 @@ def test_data_parallelism_sends_the_gradients_once_whatever_the_micro_batches_ar
         step = replace(STEP, microbatches=micros, cp=4)
         assert traffic(step).total(DATA, "gradients") == round(2 * Fraction(11, 12) * 4 * SIZES.num_parameters)
         assert traffic(step).total(DATA, "count of targets") == round(2 * Fraction(11, 12) * 8)
-        assert traffic(step).total("world") == round(2 * Fraction(11, 12) * 24)
+        assert traffic(step).total("world") == round(2 * Fraction(11, 12) * 32)
 
 
 def test_small_parameters_are_summed_over_tp_as_well_with_sequence_parallelism():
@@ -159,7 +159,7 @@ def test_stages_share_out_what_one_rank_would_send(tied):
     for each in ranks:
         assert each.total(cause="count of targets") == whole.total(cause="count of targets")
         n = 3 * d * 2 * 2
-        assert each.total("world") == round(2 * Fraction(n - 1, n) * 24)
+        assert each.total("world") == round(2 * Fraction(n - 1, n) * 32)
 
 
 def test_a_stage_without_parameters_sums_none():

@@ -347,7 +347,7 @@ def test_a_kind_of_state_that_some_ranks_lack_is_found():
 def test_a_vector_of_another_length_is_found():
     ranks = spoiled(run(2, 1))
     ranks[1][1].arrays["first_moment"] = ranks[1][1].arrays["first_moment"][:-1]
-    assert judge(ALONE, ranks).first.problem == "rank 1 keeps 68 numbers of it for 69 weights"
+    assert judge(ALONE, ranks).first.problem == "rank 1 keeps 68 numbers of it for 69 of the model"
 
 
 def test_nan_is_found_and_comes_first_in_the_table():

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.verify.layouts import WAYS, Layout, all_layouts, parse
+from mpitrain.verify.layouts import AXES, WAYS, Layout, all_layouts, parse
 
 FLUSH = [name for name, kind in SCHEDULES.items() if kind.versions is None]
 
@@ -61,6 +61,7 @@ def test_an_axis_of_one_rank_is_passed_on_but_has_no_size():
         ("dp64,tp64", "needs 4096 ranks"),
         ("cp2,ring,rsa", "ring and rsa: only one"),
         ("tp2,sp,sp", "sp and sp: only one"),
+        ("dp2,none,full", "none and full: only one"),
         ("pp2,gpipe,1f1b", "gpipe and 1f1b: only one"),
         ("pp2,v2", "v2 counts stages a rank of interleaved: name it, too"),
         ("pp2,gpipe,s2", "s2 counts slices a sequence of terapipe: name it, too"),
@@ -88,9 +89,11 @@ def test_an_unknown_word_is_answered_with_the_list_of_words():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_all_layouts_are_every_factorisation_once_with_every_way_of_its_axes(ranks):
-    layouts = list(all_layouts(ranks))
-    assert all(layout.ranks == ranks for layout in layouts)
-    assert len(set(layouts)) == len(layouts)
+    every = list(all_layouts(ranks))
+    assert all(layout.ranks == ranks for layout in every)
+    assert len(set(every)) == len(every)
+    layouts = [layout for layout in every if not {"full", "none"}.intersection(layout.ways)]
+    assert every[: len(layouts)] == layouts
     if ranks == 1:
         return
     expected = 0
@@ -104,6 +107,29 @@ def test_all_layouts_are_every_factorisation_once_with_every_way_of_its_axes(ran
             sizes = {axis: n for axis, n in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)) if n > 1}
             assert sum(layout.sizes == sizes for layout in layouts) == ways
     assert len(layouts) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_few_layouts_of_all_make_blocks_again_or_keep_scores_and_show_it_beside_everything(ranks):
+    layouts = list(all_layouts(ranks))
+    for word, unfit in (("full", set()), ("none", {"cp", "ring", "ulysses", "rsa", "terapipe"})):
+        some = [layout for layout in layouts if word in layout.ways]
+        beside = [{*layout.sizes, *layout.ways} - {word} for layout in some]
+        everything = {name for layout in layouts for name in (*layout.sizes, *layout.ways)} - {"full", "none"} - unfit
+        found = set().union(*beside)
+        assert found == everything if ranks > 3 else found >= everything.intersection(AXES)
+        assert len(some) <= len(everything)
+    extra = sum(bool({"full", "none"}.intersection(layout.ways)) for layout in layouts)
+    assert extra < len(layouts) / 2
+    assert ranks < 8 or extra < len(layouts) / 8
+
+
+def test_a_word_may_be_a_way_of_the_model_on_any_ranks():
+    layout = parse("full,tp2,pp2,zb-h1")
+    assert str(layout) == "pp2,tp2,zb-h1,full"
+    assert layout.flags[-4:] == ("--schedule", "zb-h1", "--recompute", "full")
+    assert (parse("full").ranks, parse("full").flags) == (1, ("--recompute", "full"))
+    assert parse("tp1,dp2,none").simple == parse("dp2,none")
 
 
 def test_what_changes_the_mathematics_is_in_no_list_of_all_but_has_a_word():
@@ -128,6 +154,9 @@ def test_every_layout_of_all_can_be_given_by_name():
         ("pp2", []),
         ("pp2,gpipe", ["pp2"]),
         ("pp2,tp2,interleaved,v3", ["pp2", "pp2,interleaved,v3", "tp2"]),
+        ("full", []),
+        ("tp2,full", ["tp2", "full"]),
+        ("pp2,zb-h1,none", ["pp2", "pp2,zb-h1", "none"]),
     ],
 )
 def test_the_parts_of_a_layout_are_its_axes_alone_and_never_itself(text, parts):
@@ -137,7 +166,8 @@ def test_the_parts_of_a_layout_are_its_axes_alone_and_never_itself(text, parts):
 def test_every_way_is_told_by_ops_of_its_own_or_by_its_schedule():
     named = [(way.axis, op) for way in WAYS.values() for op in way.ops]
     assert len(set(named)) == len(named)
-    assert all(bool(way.ops) != (word in SCHEDULES) for word, way in WAYS.items())
+    assert all([bool(way.ops), bool(way.seen), word in SCHEDULES].count(True) == 1 for word, way in WAYS.items())
+    assert all(bool(way.seen) != bool(way.axis) for way in WAYS.values())
 
 
 def test_one_rank_is_a_layout_without_words():

@@ -7,7 +7,7 @@ from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.errors import GraphError
 from mpitrain.nn.init import normal
 from mpitrain.nn.parameter import Parameter, materialize
-from mpitrain.optim import AdamW, Sgd, optimizer
+from mpitrain.optim import AdamW, Sgd, elementwise
 from mpitrain.optim.versions import Versions
 from mpitrain.spec import Shard
 
@@ -135,7 +135,8 @@ def test_every_unit_sees_its_own_weights_whatever_the_order():
 
 def test_buffers_are_used_again_and_joined_once(monkeypatch):
     joins = []
-    monkeypatch.setattr(optimizer, "join", lambda parameters, join=optimizer.join: joins.append(1) or join(parameters))
+    join = elementwise.join
+    monkeypatch.setattr(elementwise, "join", lambda *of: joins.append(1) or join(*of))
     made, versions = pool()
     run_row(made, versions, without_flush(0, 4, 40), 1)
     assert versions.peak == 4

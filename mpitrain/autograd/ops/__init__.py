@@ -11,8 +11,8 @@
     attention    attention
     slices       slice_attention
 
-Every one broadcasts as NumPy does, works in float64, float32 and (with sums in float32) float16, and gives each input a
-gradient of exactly its shape and dtype.
+Every one broadcasts as NumPy does, works in float64, float32, float16 and bfloat16, and gives each input a gradient of
+exactly its shape and dtype.  Of halves the formulas, sums and products are worked out in float32 and rounded once.
 """
 
 from __future__ import annotations

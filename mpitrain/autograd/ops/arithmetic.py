@@ -1,40 +1,46 @@
 """Operations on two operands, element by element, with NumPy's broadcasting.
 
 The gradient of an operand that was broadcast is summed back to its shape, that of one that was promoted is cast back to
-its dtype.  A number, Python's or NumPy's, takes the dtype of the tensor that it meets.
+its dtype.  A number, Python's or NumPy's, takes the dtype of the tensor that it meets.  Halves are worked out in
+float32, and sums of their gradients stay there (`Total`) for whoever keeps them so.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
+import numpy as np
+
 from mpitrain.autograd.function import Function, plain, unbroadcast
+from mpitrain.autograd.lazy import rounded, summed, widened
+from mpitrain.autograd.ops.single import common_half, in_single
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, is_half, wide
 from mpitrain.errors import ShapeError, UserError
 
 Kind = tuple[tuple[int, ...], Any]
 
 
-def _kind(x: Any, y: Array) -> Kind | None:
-    """What an input's gradient must look like, where that differs from the output's: (shape, dtype)."""
-    shape = getattr(x, "shape", None)
-    if shape is None or (shape == y.shape and x.dtype == y.dtype):
-        return None
-    return shape, x.dtype
+def _kind(x: Any) -> Kind | None:
+    """What the gradient of an operand must look like: (shape, dtype); None for a number."""
+    return (x.shape, x.dtype) if hasattr(x, "shape") else None
 
 
-def _fit(grad: Array, kind: Kind | None) -> Array:
-    """The gradient summed and cast down to the input that was broadcast or promoted."""
-    return grad if kind is None else unbroadcast(grad, kind[0]).astype(kind[1], copy=False)
-
-
-def _like(grad: Array, x: Array) -> Array:
-    """The same for an input that is at hand."""
-    if grad.shape == x.shape and grad.dtype == x.dtype:
+def _fit(grad: Array, kind: Kind | None) -> Any:
+    """The gradient summed and cast down to the operand that was broadcast or promoted."""
+    if kind is None or (grad.shape == kind[0] and grad.dtype == kind[1]):
         return grad
-    return unbroadcast(grad, x.shape).astype(x.dtype, copy=False)
+    shape, dtype = kind
+    if grad.shape == shape:
+        return rounded(grad, dtype)
+    return summed(unbroadcast(grad, shape, wide(grad.dtype)), dtype)
+
+
+def _like(grad: Array, x: Array) -> Any:
+    """The same for an operand that is at hand."""
+    return _fit(grad, (x.shape, x.dtype))
 
 
 class Add(Function):
@@ -44,8 +50,7 @@ class Add(Function):
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = a + b
-        return y, (_kind(a, y), _kind(b, y))
+        return in_single(operator.add, a, b), (_kind(a), _kind(b))
 
     @staticmethod
     def backward(grad: Array, a: Kind | None, b: Kind | None, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -59,12 +64,11 @@ class Sub(Function):
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = a - b
-        return y, (_kind(a, y), _kind(b, y))
+        return in_single(operator.sub, a, b), (_kind(a), _kind(b))
 
     @staticmethod
     def backward(grad: Array, a: Kind | None, b: Kind | None, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return _fit(grad, a) if wanted[0] else None, -_fit(grad, b) if wanted[1] else None
+        return _fit(grad, a) if wanted[0] else None, _fit(-grad, b) if wanted[1] else None
 
 
 class Mul(Function):
@@ -75,11 +79,13 @@ class Mul(Function):
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
-        return a * b, (a, b)
+        return in_single(operator.mul, a, b), (a, b)
 
     @staticmethod
     def backward(grad: Array, a: Array, b: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return _like(grad * b, a) if wanted[0] else None, _like(grad * a, b) if wanted[1] else None
+        grad = widened(grad)
+        da = _like(grad * widened(b), a) if wanted[0] else None
+        return da, _like(grad * widened(a), b) if wanted[1] else None
 
 
 class Scale(Function):
@@ -89,11 +95,11 @@ class Scale(Function):
 
     @staticmethod
     def forward(x: Array, *, factor: float) -> tuple[Array, tuple[Any, ...]]:
-        return x * factor, ()
+        return in_single(operator.mul, x, factor), ()
 
     @staticmethod
     def backward(grad: Array, *, wanted: tuple[bool, ...], factor: float) -> tuple[Any, ...]:
-        return (grad * factor,)
+        return (in_single(operator.mul, grad, factor),)
 
 
 class Div(Function):
@@ -103,13 +109,13 @@ class Div(Function):
 
     @staticmethod
     def forward(a: Array, b: Any) -> tuple[Array, tuple[Any, ...]]:
-        y = a / b
-        return y, (b, y if hasattr(b, "shape") else None, _kind(a, y))
+        y = in_single(operator.truediv, a, b)
+        return y, (b, y if hasattr(b, "shape") else None, _kind(a))
 
     @staticmethod
     def backward(grad: Array, b: Any, y: Array | None, a: Kind | None, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        da = grad / b
-        return _fit(da, a) if wanted[0] else None, _like(-da * y, b) if wanted[1] else None
+        da = widened(grad) / widened(b)
+        return _fit(da, a) if wanted[0] else None, _like(-da * widened(y), b) if wanted[1] else None
 
 
 class Pow(Function):
@@ -117,15 +123,15 @@ class Pow(Function):
 
     @staticmethod
     def forward(x: Array, *, exponent: float) -> tuple[Array, tuple[Any, ...]]:
-        return x**exponent, (x,)
+        return in_single(operator.pow, x, exponent), (x,)
 
     @staticmethod
     def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...], exponent: float) -> tuple[Any, ...]:
         if exponent == 0:  # 0 * x**-1 would be NaN at 0
             return (array_module(x).zeros_like(x),)
         if exponent == 2:
-            return (grad * (x * 2),)
-        return (grad * (exponent * x ** (exponent - 1)),)
+            return (in_single(lambda grad, x: grad * (x * 2), grad, x),)
+        return (in_single(lambda grad, x: grad * (exponent * x ** (exponent - 1)), grad, x),)
 
 
 class Power(Function):
@@ -133,22 +139,23 @@ class Power(Function):
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = a**b
+        y = in_single(operator.pow, a, b)
         return y, (a, b, y)
 
     @staticmethod
     def backward(grad: Array, a: Any, b: Any, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
         xp = array_module(grad)
         da = db = None
+        grad, base, exponent = widened(grad), widened(a), widened(b)
         if wanted[0]:
-            less = xp.where(b == 0, 0, b - 1)  # the slope of a**0 is 0, also at a = 0
-            da = _like(grad * (b * a**less), a)
+            less = xp.where(exponent == 0, 0, exponent - 1)  # the slope of a**0 is 0, also at a = 0
+            da = _like(grad * (exponent * base**less), a)
         if wanted[1]:
             if hasattr(a, "shape"):
-                log = xp.log(xp.where(a == 0, 1, a))
+                log = xp.log(xp.where(base == 0, 1, base))
             else:  # a number stays on the host, and promotes nothing
                 log = math.log(a or 1) if a >= 0 else math.nan
-            db = _like(grad * (y * log), b)
+            db = _like(grad * (widened(y) * log), b)
         return da, db
 
 
@@ -157,7 +164,7 @@ class Maximum(Function):
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
-        return array_module(a, b).maximum(a, b), (a, b)
+        return in_single(array_module(a, b).maximum, a, b), (a, b)
 
     @staticmethod
     def backward(grad: Array, a: Any, b: Any, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -169,7 +176,7 @@ class Minimum(Function):
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:
-        return array_module(a, b).minimum(a, b), (a, b)
+        return in_single(array_module(a, b).minimum, a, b), (a, b)
 
     @staticmethod
     def backward(grad: Array, a: Any, b: Any, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -178,6 +185,7 @@ class Minimum(Function):
 
 def _share(grad: Array, a: Any, b: Any, wins: Array, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
     tie = a == b
+    grad = widened(grad)
     half = grad * 0.5
     da = _like(grad * wins + half * tie, a) if wanted[0] else None
     db = _like(grad * ~(wins | tie) + half * tie, b) if wanted[1] else None
@@ -191,8 +199,9 @@ class Where(Function):
 
     @staticmethod
     def forward(condition: Array, a: Any, b: Any) -> tuple[Array, tuple[Any, ...]]:
+        common_half(a, b)
         y = array_module(condition, a, b).where(condition, _number_as(a, b), _number_as(b, a))
-        return y, (condition, _kind(a, y), _kind(b, y))
+        return y, (condition, _kind(a), _kind(b))
 
     @staticmethod
     def backward(
@@ -209,7 +218,9 @@ class Where(Function):
 def _number_as(x: Any, other: Any) -> Any:
     """A Python number in the other operand's dtype, so that it does not promote it."""
     dtype = getattr(other, "dtype", None)
-    return x if hasattr(x, "dtype") or dtype is None else dtype.type(x)
+    if hasattr(x, "dtype") or dtype is None:
+        return x
+    return rounded(np.float64(x), dtype) if is_half(dtype) else dtype.type(x)
 
 
 # ------------------------------------------------------------------------------------------------------- as functions

@@ -9,6 +9,8 @@ the columns.  Whoever brings keys from elsewhere (context parallelism, slices of
 `split_heads` and `by_head` give views, `attend` and `attend_backward` run the kernel on them, `merge` puts results over
 different keys together.
 
+Halves are handed to the kernel as they are; what is added up over several of its calls is float32, and rounded once.
+
 Shapes: b sample, kv head of keys and values, g member of its group of queries, s query, t key, d width of a head.
 Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; groups: Ainslie et al. 2023, "GQA", arXiv:2305.13245; without the
 matrix of probabilities: Dao et al. 2022, arXiv:2205.14135.
@@ -23,23 +25,39 @@ from typing import Any
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, is_half, wide
 from mpitrain.errors import ShapeError
-from mpitrain.kernels.blocks import wide
+from mpitrain.kernels.blocks import kept_scores
 
 
 class Attention(Function):
-    """Self-attention of all heads on packed queries, keys and values; saves those, its output, a number a query."""
+    """Self-attention of all heads on packed queries, keys and values; saves those, its output, a number a query.
+
+    With `keep_scores` also the scores, which backward then does not make again.
+    """
 
     @staticmethod
     def forward(
-        qkv: Array, mask: Array | None, rows: Array | None, *, heads: int, kv_heads: int, causal: bool, drop: float
+        qkv: Array,
+        mask: Array | None,
+        rows: Array | None,
+        *,
+        heads: int,
+        kv_heads: int,
+        causal: bool,
+        drop: float,
+        keep_scores: bool,
     ) -> tuple[Array, tuple[Any, ...]]:
-        q, k, v = split_heads(qkv.astype(wide(qkv.dtype), copy=False), heads, kv_heads)
-        y = array_module(qkv).empty((*qkv.shape[:2], heads * q.shape[-1]), q.dtype)
-        lse = attend(q, k, v, by_head(y, heads, kv_heads), causal=causal, mask=mask, rows=rows, drop=drop)
-        y = y.astype(qkv.dtype, copy=False)
-        return y, (qkv, mask, rows, y, lse)
+        xp = array_module(qkv)
+        b, s, _ = qkv.shape
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        y = xp.empty((b, s, heads * q.shape[-1]), qkv.dtype)
+        scores = None
+        if keep_scores:
+            scores = xp.empty((*q.shape[:3], kept_scores(s, s, causal)), wide(qkv.dtype))
+        how: dict[str, Any] = {"causal": causal, "mask": mask, "rows": rows, "drop": drop, "scores": scores}
+        lse = attend(q, k, v, by_head(y, heads, kv_heads), **how)
+        return y, (qkv, mask, rows, y, lse, scores)
 
     @staticmethod
     def backward(
@@ -49,20 +67,21 @@ class Attention(Function):
         rows: Array | None,
         y: Array,
         lse: Array,
+        scores: Array | None,
         *,
         wanted: tuple[bool, ...],
         heads: int,
         kv_heads: int,
         causal: bool,
         drop: float,
+        keep_scores: bool,
     ) -> tuple[Any, ...]:
-        compute = wide(qkv.dtype)
-        parts = split_heads(qkv.astype(compute, copy=False), heads, kv_heads)
-        g, y = (by_head(array.astype(compute, copy=False), heads, kv_heads) for array in (grad, y))
-        d_qkv = array_module(qkv).empty(qkv.shape, compute)
+        g, y = (by_head(array, heads, kv_heads) for array in (grad, y))
+        d_qkv = array_module(qkv).empty(qkv.shape, qkv.dtype)
         into = split_heads(d_qkv, heads, kv_heads)
-        attend_backward(g, *parts, y, lse, *into, causal=causal, mask=mask, rows=rows, drop=drop)
-        return d_qkv.astype(qkv.dtype, copy=False), None, None
+        how: dict[str, Any] = {"causal": causal, "mask": mask, "rows": rows, "drop": drop, "scores": scores}
+        attend_backward(g, *split_heads(qkv, heads, kv_heads), y, lse, *into, **how)
+        return d_qkv, None, None
 
 
 def attention(
@@ -74,6 +93,7 @@ def attention(
     mask: Array | None = None,
     rows: Array | None = None,
     drop: float = 0.0,
+    keep_scores: bool = False,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for each head.
 
@@ -87,25 +107,30 @@ def attention(
             key (documents), or anything that broadcasts to (b, heads, s, s).
         rows: uint64 (b, heads, s) from `Draw.attention_rows`, for dropout of the attention weights; None: no dropout.
         drop: the probability with which a weight is dropped.
+        keep_scores: the scores wait for backward, which has one product of five less then and gives the same gradients
+            to the last bit; else it makes them again, as selective recomputation does.
 
     Returns:
-        (b, s, heads * d).  A query that may see no position gives 0, and its gradient is exactly 0.
+        (b, s, heads * d) of qkv's dtype.  A query that may see no position gives 0, and its gradient is exactly 0.
 
     Raises:
         ShapeError: heads are no multiple of kv_heads, the width is not that of so many heads, or the mask or the rows
             have another shape.
 
     Cost: 4 s^2 d operations a head, half of them with `causal`, and 2.5 times that in backward; fewer heads of keys and
-        values save none of it, only memory.  Memory for backward grows with s, not s^2; scores are made again there.
+        values save none of it, only memory.  Memory for backward: qkv, the result, and a number a query and head; with
+        `keep_scores` also b * heads * `kernels.blocks.kept_scores(s, s, causal)` numbers, which is s^2, and about half
+        of it with `causal`: s (s + 64) / 2 for a multiple of 64.  Numbers are float32 where qkv is a half.
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Ainslie et al. 2023, arXiv:2305.13245, section 2.2; Dao et al.
-        2022, arXiv:2205.14135.
+        2022, arXiv:2205.14135; what is kept and what made again: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_heads(qkv, heads, kv_heads)
     b, s, _ = qkv.shape
     mask = checked_mask(mask, (b, heads, s, s))
     rows = checked_rows(rows, drop, (b, heads, s))
-    return Attention.apply(qkv, mask, rows, heads=heads, kv_heads=kv_heads, causal=causal, drop=drop)
+    how: dict[str, Any] = {"causal": causal, "drop": drop, "keep_scores": keep_scores}
+    return Attention.apply(qkv, mask, rows, heads=heads, kv_heads=kv_heads, **how)
 
 
 def check_heads(qkv: Tensor, heads: int, kv_heads: int) -> None:
@@ -177,21 +202,23 @@ def attend(
     rows: Array | None,
     drop: float,
     keys: Array | None = None,
+    scores: Array | None = None,
 ) -> Array:
     """Write softmax(q k^T / sqrt(d)) v into `out`, for groups of queries on the same keys.
 
     Args:
-        q: (b, kv, g, s, d) float32 or float64, any strides; out alike.
+        q: (b, kv, g, s, d), any strides; out alike, which may be float32 where q is a half.
         k: (b, kv, t, d); v alike.
         out: written.
+        scores: (b, kv, g, kept) as for `kernels.attention`, written; None: scores are not kept.
         causal, mask, rows, drop, keys: as for `kernels.attention`, where the head of a query is kv * g + its member:
             the mask broadcasts to (b, kv * g, s, t), rows are (b, kv * g, s).
 
     Returns:
-        lse (b, kv, g, s), the logarithm of the sum of each query's exponentials.
+        lse (b, kv, g, s), at least float32, the logarithm of the sum of each query's exponentials.
     """
-    lse = array_module(q).empty(q.shape[:4], q.dtype)
-    for one, here in _members(q, mask, rows):
+    lse = array_module(q).empty(q.shape[:4], wide(q.dtype))
+    for one, here in _members(q, mask, rows, scores):
         lse[one] = kernels.attention(
             q[one], k, v, out[one], scale=_scale(q), causal=causal, drop=drop, keys=keys, **here
         )
@@ -214,27 +241,37 @@ def attend_backward(
     rows: Array | None,
     drop: float,
     keys: Array | None = None,
+    scores: Array | None = None,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv; dk and dv are sums over the queries of a group.
+
+    Where q, k and v are halves the gradients may be float32, for a caller who adds to them.
 
     Args:
         grad, y, dq: (b, kv, g, s, d), as q.
         lse: (b, kv, g, s) from `attend`, or over further keys, as for `kernels.attention_backward`.
         dk, dv: as k.
+        scores: that `attend` wrote; None: they are made again.
         q, k, v, causal, mask, rows, drop, keys: as for `attend`.
     """
-    into_k, into_v = dk, dv
-    for i, (one, here) in enumerate(_members(q, mask, rows)):
+    xp = array_module(q)
+    sum_k, sum_v = dk, dv
+    if q.shape[2] > 1 and is_half(dk.dtype):
+        sum_k, sum_v = (xp.empty(x.shape, wide(x.dtype)) for x in (dk, dv))
+    into_k, into_v = sum_k, sum_v
+    for i, (one, here) in enumerate(_members(q, mask, rows, scores)):
         if i == 1:
-            xp = array_module(q)
-            into_k, into_v = xp.empty(k.shape, k.dtype), xp.empty(v.shape, v.dtype)
+            into_k, into_v = xp.empty(k.shape, sum_k.dtype), xp.empty(v.shape, sum_v.dtype)
         given = grad[one], q[one], k, v, y[one], lse[one]
         kernels.attention_backward(
             *given, dq[one], into_k, into_v, scale=_scale(q), causal=causal, drop=drop, keys=keys, **here
         )
         if i:
-            dk += into_k
-            dv += into_v
+            sum_k += into_k
+            sum_v += into_v
+    if sum_k is not dk:
+        kernels.narrow(sum_k, dk.dtype, dk)
+        kernels.narrow(sum_v, dv.dtype, dv)
 
 
 def merge(y: Array, lse: Array, more: Array, more_lse: Array) -> None:
@@ -244,7 +281,7 @@ def merge(y: Array, lse: Array, more: Array, more_lse: Array) -> None:
     other and keeps y = 0 beside its like.  No infinity, so no NaN.
 
     Args:
-        y: (..., d), written; lse: (...), written.
+        y: (..., d) float32 or float64, written; lse: (...), written.
         more: (..., d), spent; more_lse: (...).
     """
     xp = array_module(y)
@@ -255,8 +292,15 @@ def merge(y: Array, lse: Array, more: Array, more_lse: Array) -> None:
     lse[...] = both
 
 
-def _members(q: Array, mask: Array | None, rows: Array | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """For each place in a group: the index of its queries in (b, kv, g, ...), and what of mask and rows is theirs."""
+def rounded(x: Array, dtype: Any) -> Array:
+    """What was added up in `wide(dtype)`, in this dtype: itself, or rounded, without a word if that gives infinity."""
+    return kernels.narrow(x, dtype) if is_half(dtype) else x
+
+
+def _members(
+    q: Array, mask: Array | None, rows: Array | None, scores: Array | None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """For each place in a group: the index of its queries in (b, kv, g, ...), and what else is theirs."""
     _, kv_heads, g, _, _ = q.shape
     by_group = kv_heads, g
     if mask is not None and mask.shape[1] > 1:
@@ -270,6 +314,7 @@ def _members(q: Array, mask: Array | None, rows: Array | None) -> Iterator[tuple
             {
                 "mask": mask[one] if mask is not None and mask.ndim == 5 else mask,
                 "rows": None if rows is None else rows[one],
+                "scores": None if scores is None else scores[one],
             },
         )
 

@@ -1,12 +1,14 @@
-"""Operations that look at one element of one tensor at a time."""
+"""Operations that look at one element of one tensor at a time.  Halves are worked out in float32, and rounded once."""
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function, plain
+from mpitrain.autograd.ops.single import in_single
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 
@@ -30,12 +32,12 @@ class Exp(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = array_module(x).exp(x)
+        y = in_single(array_module(x).exp, x)
         return y, (y,)
 
     @staticmethod
     def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * y,)
+        return (in_single(operator.mul, grad, y),)
 
 
 class Log(Function):
@@ -43,11 +45,11 @@ class Log(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        return array_module(x).log(x), (x,)
+        return in_single(array_module(x).log, x), (x,)
 
     @staticmethod
     def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad / x,)
+        return (in_single(operator.truediv, grad, x),)
 
 
 class Sqrt(Function):
@@ -55,12 +57,12 @@ class Sqrt(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = array_module(x).sqrt(x)
+        y = in_single(array_module(x).sqrt, x)
         return y, (y,)
 
     @staticmethod
     def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad / (y * 2),)
+        return (in_single(lambda grad, y: grad / (y * 2), grad, y),)
 
 
 class Tanh(Function):
@@ -68,12 +70,12 @@ class Tanh(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = array_module(x).tanh(x)
+        y = in_single(array_module(x).tanh, x)
         return y, (y,)
 
     @staticmethod
     def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * (1 - y * y),)
+        return (in_single(lambda grad, y: grad * (1 - y * y), grad, y),)
 
 
 class Sigmoid(Function):
@@ -81,14 +83,18 @@ class Sigmoid(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        xp = array_module(x)
-        e = xp.exp(-xp.abs(x))
-        y = xp.where(x >= 0, 1, e) / (e + 1)
+        y = in_single(_sigmoid, x)
         return y, (y,)
 
     @staticmethod
     def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * (y * (1 - y)),)
+        return (in_single(lambda grad, y: grad * (y * (1 - y)), grad, y),)
+
+
+def _sigmoid(x: Array) -> Array:
+    xp = array_module(x)
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1, e) / (e + 1)
 
 
 class Relu(Function):
@@ -125,10 +131,10 @@ class Clip(Function):
         y = x
         inside = xp.ones(x.shape, bool)
         if low is not None:
-            y = xp.maximum(y, low)
+            y = in_single(xp.maximum, y, low)
             inside &= x >= low
         if high is not None:
-            y = xp.minimum(y, high)
+            y = in_single(xp.minimum, y, high)
             inside &= x <= high
         return y, (inside,)
 
@@ -144,11 +150,11 @@ class Sin(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        return array_module(x).sin(x), (x,)
+        return in_single(array_module(x).sin, x), (x,)
 
     @staticmethod
     def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * array_module(x).cos(x),)
+        return (in_single(lambda grad, x: grad * array_module(x).cos(x), grad, x),)
 
 
 class Cos(Function):
@@ -156,11 +162,11 @@ class Cos(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        return array_module(x).cos(x), (x,)
+        return in_single(array_module(x).cos, x), (x,)
 
     @staticmethod
     def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * -array_module(x).sin(x),)
+        return (in_single(lambda grad, x: grad * -array_module(x).sin(x), grad, x),)
 
 
 class Erf(Function):
@@ -172,7 +178,8 @@ class Erf(Function):
 
     @staticmethod
     def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * (array_module(x).exp(-(x * x)) * (2.0 / math.sqrt(math.pi))),)
+        exp, scale = array_module(x).exp, 2.0 / math.sqrt(math.pi)
+        return (in_single(lambda grad, x: grad * (exp(-(x * x)) * scale), grad, x),)
 
 
 # ------------------------------------------------------------------------------------------------------- as functions

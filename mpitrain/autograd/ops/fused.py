@@ -13,39 +13,51 @@ import numpy as np
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
-from mpitrain.autograd.lazy import Product
+from mpitrain.autograd.lazy import Product, rounded, summed, widened
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.errors import DataError, ShapeError
 from mpitrain.kernels.blocks import rows_of
+from mpitrain.kernels.reference.products import product_dtype
 
 IGNORE = -100
 """The target of a token that does not count in the loss."""
 
 
 class Linear(Function):
-    """y = x w + b over the last dim; saves x.  dw is a `Product`, written straight into the gradient buffer."""
+    """y = x w + b over the last dim; saves x.  dw is a `Product`, written straight into the gradient buffer.
+
+    With a `dtype` the product is not rounded to that of x and w.
+    """
 
     linear = (0, 2)
     bilinear = True
 
     @staticmethod
-    def forward(x: Array, w: Array, b: Array | None = None) -> tuple[Array, tuple[Any, ...]]:
+    def forward(x: Array, w: Array, b: Array | None = None, *, dtype: Any = None) -> tuple[Array, tuple[Any, ...]]:
         if x.ndim == 0 or x.shape[-1] != w.shape[0]:
             raise ShapeError(f"linear: x {x.shape} ends in another length than w {w.shape} begins with")
-        y = kernels.matmul(x.reshape(rows_of(x)), w)
-        if b is not None:
+        if b is None:
+            y = kernels.matmul(x.reshape(rows_of(x)), w, dtype=dtype)
+        else:
+            dtype = product_dtype(x, w) if dtype is None else dtype
+            y = kernels.matmul(x.reshape(rows_of(x)), w, dtype=wide(dtype))
             y += b
+            y = rounded(y, dtype)
         return y.reshape(*x.shape[:-1], w.shape[1]), (x, w, None if b is None else b.dtype)
 
     @staticmethod
-    def backward(grad: Array, x: Array, w: Array, b_dtype: Any, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    def backward(
+        grad: Array, x: Array, w: Array, b_dtype: Any, *, wanted: tuple[bool, ...], dtype: Any = None
+    ) -> tuple[Any, ...]:
         g = grad.reshape(rows_of(grad))
-        dx = kernels.matmul(g, w.T).reshape(x.shape).astype(x.dtype, copy=False) if wanted[0] else None
+        if wanted[0] and wanted[1]:
+            g = widened(g)  # once for two products
+        dx = kernels.matmul(g, w.T, dtype=x.dtype).reshape(x.shape) if wanted[0] else None
         dw = Product(x.reshape(rows_of(x)).T, g, w.dtype) if wanted[1] else None
         if len(wanted) == 2:
             return dx, dw
-        return dx, dw, kernels.sum_rows(g).astype(b_dtype, copy=False) if wanted[2] else None
+        return dx, dw, summed(kernels.sum_rows(g), b_dtype) if wanted[2] else None
 
 
 class GeluTanh(Function):
@@ -62,7 +74,7 @@ class GeluTanh(Function):
     @staticmethod
     def backward(grad: Array, slope: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
         dx, db = kernels.gelu_backward(grad, slope, with_bias=len(wanted) == 2 and wanted[1])
-        return (dx,) if len(wanted) == 1 else (dx, db)
+        return (dx,) if len(wanted) == 1 else (dx, db if db is None else summed(db, slope.dtype))
 
 
 class GeluErf(GeluTanh):
@@ -105,7 +117,7 @@ class LayerNorm(Function):
         eps: float,
     ) -> tuple[Any, ...]:
         dx, dw, db = kernels.layer_norm_backward(grad, x, center, rstd, weight)
-        return dx, dw, db.astype(b_dtype, copy=False)
+        return dx, summed(dw, weight.dtype), summed(db, b_dtype)
 
 
 def check_norm(op: str, x: Array, weight: Array, bias: Array) -> None:
@@ -151,13 +163,14 @@ def check_targets(targets: Array, classes: int, ignore: int) -> None:
 # ------------------------------------------------------------------------------------------------------- as functions
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None, dtype: Any = None) -> Tensor:
     """x w + b.
 
     Args:
         x: (..., n).
         w: (n, m).
         b: (m,), or None.
+        dtype: of the result; None: that of x and w.  float32 of halves is the product as it was formed.
 
     Returns:
         (..., m).
@@ -167,7 +180,8 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Cost: 2 n m floating-point operations a row, 4 n m in backward.
     """
-    return Linear.apply(x, w) if b is None else Linear.apply(x, w, b)
+    inputs = (x, w) if b is None else (x, w, b)
+    return Linear.apply(*inputs) if dtype is None else Linear.apply(*inputs, dtype=np.dtype(dtype))
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.autograd.function import Function
-from mpitrain.autograd.lazy import RowSum
+from mpitrain.autograd.lazy import Lazy, RowSum, summed
 from mpitrain.autograd.ops.reduce import dims_of
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
@@ -15,9 +15,10 @@ from mpitrain.errors import ShapeError
 
 
 class Getitem(Function):
-    """Basic indexing: numbers, slices, None and ...; a view."""
+    """Basic indexing: numbers, slices, None and ...; a view.  A gradient that is a sum stays unrounded."""
 
     linear = (0,)
+    takes_lazy = True
 
     @staticmethod
     def forward(x: Array, *, index: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -25,17 +26,20 @@ class Getitem(Function):
 
     @staticmethod
     def backward(
-        grad: Array, shape: tuple[int, ...], dtype: Any, *, wanted: tuple[bool, ...], index: Any
+        grad: Any, shape: tuple[int, ...], dtype: Any, *, wanted: tuple[bool, ...], index: Any
     ) -> tuple[Any, ...]:
-        dx = array_module(grad).zeros(shape, dtype)
+        if isinstance(grad, Lazy):
+            grad = grad.unrounded()
+        dx = array_module(grad).zeros(shape, grad.dtype)
         dx[index] = grad
-        return (dx,)
+        return (summed(dx, dtype),)
 
 
 class Take(Function):
     """Slices along a dim, by an array of their numbers.  The gradient of a table is a recipe, a `RowSum`."""
 
     linear = (0,)
+    takes_lazy = True
 
     @staticmethod
     def forward(x: Array, ids: Array, *, dim: int) -> tuple[Array, tuple[Any, ...]]:
@@ -43,8 +47,11 @@ class Take(Function):
 
     @staticmethod
     def backward(
-        grad: Array, ids: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dim: int
+        grad: Any, ids: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dim: int
     ) -> tuple[Any, ...]:
+        dtype = grad.dtype
+        if isinstance(grad, Lazy):
+            grad = grad.unrounded()
         xp = array_module(grad)
         length = shape[dim]
         flat = ids.reshape(-1)
@@ -53,10 +60,10 @@ class Take(Function):
         if dim:  # the dims of ids to the front
             grad = xp.moveaxis(grad, tuple(range(dim, dim + ids.ndim)), tuple(range(ids.ndim)))
         width = int(np.prod(rest, dtype=np.int64))
-        rows = RowSum(flat, grad.reshape(flat.size, width), (length, width))
+        rows = RowSum(flat, grad.reshape(flat.size, width), (length, width), dtype)
         if dim == 0 and len(shape) == 2:
             return rows, None
-        return xp.moveaxis(rows.array().reshape(length, *rest), 0, dim), None
+        return summed(xp.moveaxis(rows.unrounded().reshape(length, *rest), 0, dim), dtype), None
 
 
 class GatherAlong(Function):

@@ -7,17 +7,17 @@ from typing import Any
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
+from mpitrain.autograd.lazy import rounded, widened
+from mpitrain.autograd.ops.single import in_single
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.errors import ShapeError
-from mpitrain.kernels.blocks import wide
 
 Dims = tuple[int, ...]
 
 
 def _total(x: Array, dims: Dims, keepdims: bool) -> Array:
-    y = x.sum(axis=dims, keepdims=keepdims, dtype=wide(x.dtype))
-    return y.astype(x.dtype, copy=False)
+    return rounded(x.sum(axis=dims, keepdims=keepdims, dtype=wide(x.dtype)), x.dtype)
 
 
 def _spread(y: Array, shape: tuple[int, ...], dims: Dims) -> Array:
@@ -50,13 +50,13 @@ class Mean(Function):
     def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
         compute = wide(x.dtype)
         y = x.sum(axis=dims, keepdims=keepdims, dtype=compute) / _count(x.shape, dims)
-        return y.astype(x.dtype, copy=False), (x.shape,)
+        return rounded(y, x.dtype), (x.shape,)
 
     @staticmethod
     def backward(
         grad: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
-        each = _spread(grad, shape, dims) / _count(shape, dims)
+        each = in_single(lambda grad: grad / _count(shape, dims), _spread(grad, shape, dims))
         return (array_module(grad).broadcast_to(each, shape),)
 
 
@@ -77,7 +77,8 @@ class Max(Function):
         grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
         hits = x == _spread(y, x.shape, dims)
-        each = _spread(grad, x.shape, dims) / hits.sum(axis=dims, keepdims=True).astype(x.dtype)
+        shares = hits.sum(axis=dims, keepdims=True).astype(wide(x.dtype))  # a half does not count beyond 2048
+        each = in_single(lambda grad: grad / shares, _spread(grad, x.shape, dims))
         return (hits * each,)
 
 
@@ -96,22 +97,22 @@ class Logsumexp(Function):
     @staticmethod
     def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(x)
-        z = x.astype(wide(x.dtype), copy=False)
+        z = widened(x)
         lowest = xp.finfo(z.dtype).min
         highest = xp.maximum(z.max(axis=dims, keepdims=True), lowest)  # -inf - -inf would be NaN
         total = xp.exp(z - highest).sum(axis=dims, keepdims=True)
         y = xp.log(xp.maximum(total, xp.finfo(z.dtype).tiny)) + highest
         y = xp.where(total > 0, y, -math.inf).astype(z.dtype, copy=False)
         shape = y.shape if keepdims else tuple([n for i, n in enumerate(x.shape) if i not in dims])
-        return y.reshape(shape).astype(x.dtype, copy=False), (x, y)
+        return rounded(y.reshape(shape), x.dtype), (x, y)
 
     @staticmethod
     def backward(
         grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
         xp = array_module(x)
-        p = xp.exp(x - xp.maximum(y, xp.finfo(y.dtype).min)) * _spread(grad, x.shape, dims)
-        return (p.astype(x.dtype, copy=False),)
+        p = xp.exp(widened(x) - xp.maximum(y, xp.finfo(y.dtype).min)) * widened(_spread(grad, x.shape, dims))
+        return (rounded(p, x.dtype),)
 
 
 class Var(Function):
@@ -121,20 +122,20 @@ class Var(Function):
     def forward(x: Array, *, dims: Dims, keepdims: bool, correction: int) -> tuple[Array, tuple[Any, ...]]:
         centered = _centered(x, dims)
         y = (centered * centered).sum(axis=dims, keepdims=keepdims) / (_count(x.shape, dims) - correction)
-        return y.astype(x.dtype, copy=False), (x,)
+        return rounded(y, x.dtype), (x,)
 
     @staticmethod
     def backward(
         grad: Array, x: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool, correction: int
     ) -> tuple[Any, ...]:
         dx = _centered(x, dims)
-        dx *= _spread(grad, x.shape, dims)
+        dx *= widened(_spread(grad, x.shape, dims))
         dx *= 2.0 / (_count(x.shape, dims) - correction)
-        return (dx.astype(x.dtype, copy=False),)
+        return (rounded(dx, x.dtype),)
 
 
 def _centered(x: Array, dims: Dims) -> Array:
-    z = x.astype(wide(x.dtype), copy=False)
+    z = widened(x)
     return z - z.sum(axis=dims, keepdims=True) / _count(x.shape, dims)
 
 
@@ -161,7 +162,7 @@ class LogSoftmax(Function):
         if y.size:
             y -= xp.maximum(y.max(axis=dim, keepdims=True), xp.finfo(y.dtype).min)
             y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
-        y = y.astype(x.dtype, copy=False)
+        y = rounded(y, x.dtype)
         return y, (y,)
 
     @staticmethod
@@ -170,7 +171,7 @@ class LogSoftmax(Function):
         p = y.astype(wide(y.dtype), copy=True)
         xp.exp(p, out=p)
         p *= grad.sum(axis=dim, keepdims=True, dtype=p.dtype)
-        return (xp.subtract(grad, p).astype(y.dtype, copy=False),)
+        return (rounded(xp.subtract(widened(grad), p), y.dtype),)
 
 
 # ------------------------------------------------------------------------------------------------------- as functions

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
+from mpitrain.autograd.lazy import summed
 from mpitrain.autograd.ops.fused import check_bias, check_norm
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -93,7 +94,7 @@ class ResidualNorm(Function):
         grad, d_weight, d_bias = through, None, None
         if of_norm is not None:
             grad, d_weight, d_bias = kernels.layer_norm_backward(of_norm, total, center, rstd, weight, through)
-            d_bias = d_bias.astype(b_dtype, copy=False)
+            d_weight, d_bias = summed(d_weight, weight.dtype), summed(d_bias, b_dtype)
         return grad, *_branch_gradients(grad, rows, wanted, p), None, d_weight, d_bias
 
 
@@ -108,7 +109,7 @@ def _branch_gradients(grad: Array, rows: Array | None, wanted: tuple[bool, ...],
     if not (wanted[1] or wanted[2]):
         return None, None
     dy = grad if rows is None else kernels.dropout(grad, rows, p)
-    return dy, kernels.sum_rows(dy) if wanted[2] else None
+    return dy, summed(kernels.sum_rows(dy), dy.dtype) if wanted[2] else None
 
 
 # ------------------------------------------------------------------------------------------------------- as functions

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain.autograd.function import Function, unbroadcast
-from mpitrain.autograd.lazy import Lazy, Product
+from mpitrain.autograd.lazy import Lazy, Product, rounded, summed, unrounded, widened
 from mpitrain.autograd.ops.reduce import dims_of
+from mpitrain.autograd.ops.single import common_half
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.errors import ShapeError
 
 
@@ -21,6 +22,7 @@ class Reshape(Function):
     """The same elements, in the same order, in another shape."""
 
     linear = (0,)
+    takes_lazy = True
 
     @staticmethod
     def forward(x: Array, *, shape: tuple[int, ...]) -> tuple[Array, tuple[Any, ...]]:
@@ -28,8 +30,10 @@ class Reshape(Function):
 
     @staticmethod
     def backward(
-        grad: Array, before: tuple[int, ...], *, wanted: tuple[bool, ...], shape: tuple[int, ...]
+        grad: Any, before: tuple[int, ...], *, wanted: tuple[bool, ...], shape: tuple[int, ...]
     ) -> tuple[Any, ...]:
+        if isinstance(grad, Lazy):
+            return (summed(grad.unrounded().reshape(before), grad.dtype),)
         return (grad.reshape(before),)
 
 
@@ -46,13 +50,13 @@ class Transpose(Function):
 
     @staticmethod
     def backward(grad: Any, *, wanted: tuple[bool, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
-        if isinstance(grad, Lazy):
-            if isinstance(grad, Product):
-                return (grad if dims == (0, 1) else Product(grad.b.T, grad.a.T, grad.dtype),)
-            grad = grad.array()
+        if isinstance(grad, Product):
+            return (grad if dims == (0, 1) else Product(grad.b.T, grad.a.T, grad.dtype),)
         back = [0] * len(dims)
         for i, dim in enumerate(dims):
             back[dim] = i
+        if isinstance(grad, Lazy):
+            return (summed(grad.unrounded().transpose(back), grad.dtype),)
         return (grad.transpose(back),)
 
 
@@ -69,7 +73,7 @@ class BroadcastTo(Function):
     def backward(
         grad: Array, before: tuple[int, ...], *, wanted: tuple[bool, ...], shape: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        return (unbroadcast(grad, before),)
+        return (summed(unbroadcast(grad, before, wide(grad.dtype)), grad.dtype),)
 
 
 class Concat(Function):
@@ -79,6 +83,7 @@ class Concat(Function):
 
     @staticmethod
     def forward(*parts: Array, dim: int) -> tuple[Array, tuple[Any, ...]]:
+        common_half(*parts)
         y = array_module(*parts).concatenate(parts, axis=dim)
         return y, tuple([(part.shape[dim], part.dtype) for part in parts])
 
@@ -87,7 +92,7 @@ class Concat(Function):
         grads, start = [], 0
         for (length, dtype), want in zip(saved, wanted, strict=True):
             which = (slice(None),) * dim + (slice(start, start + length),)
-            grads.append(grad[which].astype(dtype, copy=False) if want else None)
+            grads.append(rounded(grad[which], dtype) if want else None)
             start += length
         return tuple(grads)
 
@@ -142,18 +147,19 @@ class Pad(Function):
 
 
 class Cast(Function):
-    """The same numbers in another dtype; the gradient comes back in the old one."""
+    """The same numbers in another dtype; the gradient comes back in the old one, unrounded where it was formed so."""
 
     linear = (0,)
     weight_side = True
+    takes_lazy = True
 
     @staticmethod
     def forward(x: Array, *, dtype: Any) -> tuple[Array, tuple[Any, ...]]:
-        return x.astype(dtype), (x.dtype,)
+        return rounded(widened(x), dtype), (x.dtype,)
 
     @staticmethod
-    def backward(grad: Array, before: Any, *, wanted: tuple[bool, ...], dtype: Any) -> tuple[Any, ...]:
-        return (grad.astype(before),)
+    def backward(grad: Any, before: Any, *, wanted: tuple[bool, ...], dtype: Any) -> tuple[Any, ...]:
+        return (summed(unrounded(grad), before),)
 
 
 # ------------------------------------------------------------------------------------------------------- as functions

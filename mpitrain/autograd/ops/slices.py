@@ -7,7 +7,7 @@
 
 The two are softmaxes over different keys, which are merged.  Nothing is computed that is masked away, so slices
 together do the work of the whole sequence.  Dropout's columns are the keys' places in it, so any slicing gives the same
-numbers.
+numbers.  Halves are merged, and added up, in float32.
 
 Shapes: b sample, l places of the slice, c places of all earlier ones together, w the packed width of attention.py.
 Source: Li et al. 2021, "TeraPipe", arXiv:2102.07988, section 3.1.
@@ -28,12 +28,12 @@ from mpitrain.autograd.ops.attention import (
     checked_mask,
     checked_rows,
     merge,
+    rounded,
     split_heads,
 )
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.errors import ShapeError
-from mpitrain.kernels.blocks import wide
 
 
 class SliceAttention(Function):
@@ -44,14 +44,15 @@ class SliceAttention(Function):
         qkv: Array, mask: Array | None, rows: Array | None, *past: Array, heads: int, kv_heads: int, drop: float
     ) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(qkv)
-        q, k, v = split_heads(qkv.astype(wide(qkv.dtype), copy=False), heads, kv_heads)
-        earlier = _joined(past, heads, kv_heads, q.dtype)
+        compute = wide(qkv.dtype)
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        earlier = _joined(past, heads, kv_heads)
         rectangle, triangle = _how(earlier[0].shape[2], q, mask, rows, drop)
-        y = xp.empty((*qkv.shape[:2], heads * q.shape[-1]), q.dtype)
-        out, more = by_head(y, heads, kv_heads), xp.empty(q.shape, q.dtype)
+        y = xp.empty((*qkv.shape[:2], heads * q.shape[-1]), compute)
+        out, more = by_head(y, heads, kv_heads), xp.empty(q.shape, compute)
         lse = attend(q, *earlier, out, **rectangle)
         merge(out, lse, more, attend(q, k, v, more, **triangle))
-        y = y.astype(qkv.dtype, copy=False)
+        y = rounded(y, qkv.dtype)
         return y, (qkv, mask, rows, y, lse, *past)
 
     @staticmethod
@@ -70,17 +71,17 @@ class SliceAttention(Function):
     ) -> tuple[Any, ...]:
         xp = array_module(qkv)
         compute = wide(qkv.dtype)
-        q, k, v = split_heads(qkv.astype(compute, copy=False), heads, kv_heads)
-        earlier = _joined(past, heads, kv_heads, compute)
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        earlier = _joined(past, heads, kv_heads)
         rectangle, triangle = _how(earlier[0].shape[2], q, mask, rows, drop)
-        g, y = (by_head(array.astype(compute, copy=False), heads, kv_heads) for array in (grad, y))
+        g, y = (by_head(array, heads, kv_heads) for array in (grad, y))
         d_qkv = xp.empty(qkv.shape, compute)
         dq, dk, dv = split_heads(d_qkv, heads, kv_heads)
         attend_backward(g, q, k, v, y, lse, dq, dk, dv, **triangle)
         more, sums = xp.empty(q.shape, compute), [xp.empty(each.shape, compute) for each in earlier]
         attend_backward(g, q, *earlier, y, lse, more, *sums, **rectangle)
         dq += more
-        return d_qkv.astype(qkv.dtype, copy=False), None, None, *_parted(sums, past, wanted[3:], heads, kv_heads)
+        return rounded(d_qkv, qkv.dtype), None, None, *_parted(sums, past, wanted[3:], heads, kv_heads)
 
 
 def _how(c: int, q: Array, mask: Array | None, rows: Array | None, drop: float) -> list[dict[str, Any]]:
@@ -93,11 +94,11 @@ def _how(c: int, q: Array, mask: Array | None, rows: Array | None, drop: float) 
     ]
 
 
-def _joined(past: Sequence[Array], heads: int, kv_heads: int, dtype: Any) -> tuple[Array, Array]:
+def _joined(past: Sequence[Array], heads: int, kv_heads: int) -> tuple[Array, Array]:
     """Keys and values (b, kv, c, d) of earlier slices."""
     xp = array_module(past[0])
     parts = [split_heads(each, heads, kv_heads) for each in past]
-    k, v = (xp.concatenate([part[i] for part in parts], axis=2).astype(dtype, copy=False) for i in (1, 2))
+    k, v = (xp.concatenate([part[i] for part in parts], axis=2) for i in (1, 2))
     return k, v
 
 
@@ -116,7 +117,7 @@ def _parted(
             continue
         grad = xp.zeros(each.shape, each.dtype)
         _, dk, dv = split_heads(grad, heads, kv_heads)
-        dk[...], dv[...] = (total[:, :, places] for total in sums)
+        dk[...], dv[...] = (rounded(total[:, :, places], each.dtype) for total in sums)
         grads.append(grad)
     return grads
 
@@ -150,8 +151,9 @@ def slice_attention(
     Raises:
         ShapeError: as `attention`, or an earlier slice is of other samples, another width or another dtype.
 
-    Cost: 4 l (c + l/2) d operations a head, and 2.5 times that in backward; earlier keys and values are copied once
-        each way.  Memory for backward: qkv, the output and a number a query; earlier slices belong to who made them.
+    Cost: 4 l (c + l/2) d operations a head, and 2.5 times that in backward, which makes the scores again; earlier keys
+        and values are copied once each way.  Memory for backward: qkv, the output and a number a query; earlier slices
+        belong to who made them.
     Source: Li et al. 2021, "TeraPipe", arXiv:2102.07988, section 3.1.
     """
     if not past:

@@ -15,6 +15,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from mpitrain.autograd.carry import Leaf
+from mpitrain.autograd.inner import Sketch
+from mpitrain.autograd.recompute import Recompute
 from mpitrain.autograd.tape import Node, Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -67,6 +69,7 @@ class StateChecker:
         self._names = {axis: "dp" if axis == "edp" and mesh.sizes["ep"] == 1 else axis for axis in AXES}
         self._known: weakref.WeakKeyDictionary[Tensor, Known] = weakref.WeakKeyDictionary()
         self._slots: weakref.WeakKeyDictionary[Tape, dict[int, Known]] = weakref.WeakKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[Node, tuple[Known | None, ...]] = weakref.WeakKeyDictionary()
         for p in parameters:
             self._known[p] = of_parameter(p, self._axes)
         self._batch = BatchArrays(None, self._axes)
@@ -169,7 +172,9 @@ class StateChecker:
             if event.info["action"].kind in COMPUTE:
                 self._action(event.phase, event.info)
         elif event.kind == "op" and self._watches:
-            if "node" in event.info:
+            if event.info["function"] is Recompute:
+                self._recompute(event.phase, event.info)
+            elif "node" in event.info:
                 if event.phase == "end":
                     self._went_back(event.info)
             elif event.phase == "begin":
@@ -240,7 +245,7 @@ class StateChecker:
         for y in outputs:
             self._known[y] = result
         tape = outputs[0].tape
-        if tape is not None:
+        if tape is not None and not isinstance(tape, Sketch):
             node = tape.nodes[-1]
             slots = self._slots.setdefault(tape, {})
             slots.update((slot, x) for slot, x in zip(node.inputs, known, strict=True) if x is not None and slot >= 0)
@@ -258,6 +263,19 @@ class StateChecker:
             except Mismatch as wrong:
                 assert result.made is not None
                 raise report.mismatch_error(wrong, call, result.made, axis, self._names[axis], known) from None
+
+    def _recompute(self, phase: str, info: Mapping[str, Any]) -> None:
+        """A recomputed function is seen op by op, both times; what it was given is known the second time, too."""
+        node: Node | None = info.get("node")
+        if node is not None and phase == "begin":
+            given = self._given.pop(node, None)
+            if given is None:  # recorded before anybody looked, as is all that this walk has still to come to
+                self._watches = False
+            else:
+                self._known.update((t, x) for t, x in zip(info["tensors"], given, strict=True) if x is not None)
+        elif node is None and phase == "end" and info["outputs"]:
+            tape: Tape = info["outputs"][0].tape
+            self._given[tape.nodes[-1]] = tuple([self._look_up(t) for t in info["tensors"]])
 
     def _went_back(self, info: Mapping[str, Any]) -> None:
         """Note digests of the gradients that should be the same everywhere."""

@@ -7,6 +7,9 @@
  * Queries and keys may be of different number: keys that other ranks hold come in calls of their own, and the results
  * are put together by the logarithms of the sums.
  *
+ * Halves are widened a few rows at a time, into scratch that stays in the nearest cache, and results are narrowed row
+ * by row: what is computed, and in which order, is the same for all.
+ *
  * Source: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.  A block of queries sees all its
  * keys at once, so forward needs no running maximum.
  */
@@ -25,6 +28,7 @@
 #define NR (2 * V)
 #define BLOCK (4 * MR) /* queries of a block: with causal attention small ones compute less in vain */
 #define TILE 128 /* keys of a tile, backward */
+#define PIECE 64 /* rows that are packed at a time: a multiple of every NR */
 
 typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
 
@@ -69,10 +73,11 @@ static void multiply(int add, len m, len n, len k, const REAL *a, len a_row, len
     }
 }
 
-/* x (s, d) in rows of ldx -> panels of NR columns, each (s, NR); columns past d are 0. */
-static void pack(const REAL *x, len ldx, len s, len d, REAL *out) {
-    for (len j = 0; j < d; j += NR) {
+/* x (s, d) in rows of ldx -> rows of panels of NR columns, which begin panel_step apart; columns past d are 0. */
+static void pack(const REAL *x, len ldx, len s, len d, REAL *panel, len panel_step) {
+    for (len j = 0; j < d; j += NR, panel += panel_step) {
         const len width = d - j < NR ? d - j : NR;
+        REAL *out = panel;
         for (len i = 0; i < s; i++, out += NR) {
             for (len l = 0; l < width; l++) out[l] = x[i * ldx + j + l];
             for (len l = width; l < NR; l++) out[l] = REAL_C(0.0);
@@ -92,10 +97,42 @@ static void pack_transposed(const REAL *x, len ldx, len s, len d, REAL *out) {
     }
 }
 
-/* Rows of ldx numbers, of which d count -> x (s, d) in rows of ldo. */
-static void unpack(const REAL *x, len ldx, len s, len d, REAL *out, len ldo) {
-    for (len i = 0; i < s; i++)
-        for (len j = 0; j < d; j++) out[i * ldo + j] = x[i * ldx + j];
+static inline char *at(mt_heads x, len sample, len head, len row) {
+    const len size = x.half ? 2 : (len)sizeof(REAL);
+    return (char *)x.data + (sample * x.b + head * x.h + row * x.s) * size;
+}
+
+/* Rows first .. first + n - 1 of a head, to be read: where they lie, or widened into `room`, (n, d); *ld apart. */
+static inline const REAL *rows_of(const mt_attention *a, mt_heads x, len sample, len head, len first, len n, REAL *room,
+                                  len *ld) {
+    const void *row = at(x, sample, head, first);
+    *ld = x.s;
+#if REAL_IS_FLOAT
+    if (x.half) {
+        for (len i = 0; i < n; i++) a->widen((const uint16_t *)row + i * x.s, room + i * a->d, a->d);
+        *ld = a->d;
+        return room;
+    }
+#else
+    (void)a, (void)n, (void)room; /* halves are computed with in single precision */
+#endif
+    return row;
+}
+
+/* Rows of ldx numbers, of which d count -> rows first .. first + n - 1 of a head. */
+static void unpack(const mt_attention *a, const REAL *x, len ldx, mt_heads out, len sample, len head, len first,
+                   len n) {
+    const len d = a->d;
+    void *rows = at(out, sample, head, first);
+#if REAL_IS_FLOAT
+    if (out.half) {
+        for (len i = 0; i < n; i++) a->narrow(x + i * ldx, (uint16_t *)rows + i * out.s, d);
+        return;
+    }
+#endif
+    REAL *y = rows;
+    for (len i = 0; i < n; i++)
+        for (len j = 0; j < d; j++) y[i * out.s + j] = x[i * ldx + j];
 }
 
 /* Where a query may not look, and what dropout does to it. */
@@ -137,7 +174,8 @@ static len attention_scratch(len s, len t, len d, int backward) {
     const len keys = up(t, NR), queries = up(s, NR), width = up(d, NR);
     const len counts = backward ? 2 * keys * d + 3 * (keys + queries) * width + 2 * BLOCK * up(TILE, NR) + BLOCK
                                 : keys * d + keys * width + BLOCK * keys + BLOCK * width;
-    return (counts + keys) * (len)sizeof(REAL) + 16 * 64;
+    const len widened = (PIECE + (backward ? 3 : 1) * BLOCK) * d;
+    return (counts + keys + widened) * (len)sizeof(REAL) + 20 * 64;
 }
 
 /* The hashes of the keys' columns in the mask of the dropout, and of as many more as a panel has. */
@@ -149,14 +187,41 @@ static mt_word *columns_of(const mt_attention *a, char **memory) {
     return columns;
 }
 
-static inline REAL *at(mt_heads x, len sample, len head) { return (REAL *)x.data + sample * x.b + head * x.h; }
+/* The scores of one query: all of them, or with causal attention as many as the last query of its stripe sees. */
+static inline REAL *kept_row(const mt_attention *a, len sample, len head, len query, len *count) {
+    REAL *row = (REAL *)a->scores + sample * a->scores_b + head * a->scores_h;
+    *count = a->t;
+    if (!a->causal) return row + query * a->t;
+    const len stripe = query / MT_STRIPE, first = stripe * MT_STRIPE;
+    *count = first + MT_STRIPE < a->s ? first + MT_STRIPE : a->s;
+    return row + MT_STRIPE * MT_STRIPE * (stripe * (stripe + 1) / 2) + (query - first) * *count;
+}
+
+/* Keep what backward would make again: the product, and then, rounded once more, that times the scale. */
+static void keep(const mt_attention *a, len sample, len head, len query, const REAL *RESTRICT product) {
+    len count;
+    REAL *RESTRICT row = kept_row(a, sample, head, query, &count);
+    const len visible = a->causal ? query + 1 : a->t;
+    const REAL scale = (REAL)a->scale;
+    for (len j = 0; j < visible; j++) row[j] = product[j] * scale;
+    for (len j = visible; j < count; j++) row[j] = REAL_C(0.0); /* never read, but nothing saved is left to chance */
+}
+
+/* Keys first .. first + n - 1 of the scores that were kept, as far as the query sees any. */
+static void recall(const mt_attention *a, len sample, len head, len query, len first, len n, REAL *RESTRICT scores) {
+    len count;
+    const REAL *RESTRICT row = kept_row(a, sample, head, query, &count) + first;
+    const len visible = (a->causal ? query + 1 : a->t) - first, known = visible < n ? visible : n;
+    for (len j = 0; j < known; j++) scores[j] = row[j];
+}
 
 /* Ask for rows first .. first + n - 1 of a head ahead of their use.  A head's rows lie a whole token apart, which no
  * processor foresees, and waiting for each would take longer than computing with it. */
 static inline void fetch(mt_heads x, len sample, len head, len first, len n, len d, int write) {
-    const char *row = (const char *)(at(x, sample, head) + first * x.s);
-    for (len i = 0; i < n; i++, row += x.s * (len)sizeof(REAL))
-        for (len byte = 0; byte < d * (len)sizeof(REAL); byte += 64) {
+    const char *row = at(x, sample, head, first);
+    const len size = x.half ? 2 : (len)sizeof(REAL);
+    for (len i = 0; i < n; i++, row += x.s * size)
+        for (len byte = 0; byte < d * size; byte += 64) {
             if (write)
                 __builtin_prefetch(row + byte, 1);
             else
@@ -180,13 +245,18 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
     REAL *keys = carve(&memory, ldp * d), *values = carve(&memory, ldp * width);
     REAL *p = carve(&memory, BLOCK * ldp), *o = carve(&memory, BLOCK * width);
     const mt_word *columns = columns_of(a, &memory);
+    REAL *piece = carve(&memory, PIECE * d), *q_room = carve(&memory, BLOCK * d);
     REAL *lse = lse_;
+    len ld;
     for (len sample = 0; sample < a->b; sample++)
         for (len head = 0; head < a->h; head++, lse += s) {
-            pack_transposed(at(k, sample, head), k.s, t, d, keys);
-            pack(at(v, sample, head), v.s, t, d, values);
-            const REAL *queries = at(q, sample, head);
-            REAL *result = at(out, sample, head);
+            for (len first = 0; first < t; first += PIECE) {
+                const len n = t - first < PIECE ? t - first : PIECE;
+                const REAL *rows = rows_of(a, k, sample, head, first, n, piece, &ld);
+                pack_transposed(rows, ld, n, d, keys + first * d);
+                rows = rows_of(a, v, sample, head, first, n, piece, &ld);
+                pack(rows, ld, n, d, values + first * NR, t * NR);
+            }
             len then = sample, after = head;
             const int goes_on = next_head(a, &then, &after);
             for (len start = 0; start < s; start += BLOCK) {
@@ -200,7 +270,9 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                 }
                 const len n = a->causal ? start + m : t, room = up(n, NR);
                 REAL factor[BLOCK];
-                multiply(0, m, n, d, queries + start * q.s, q.s, 1, keys, d * NR, p, ldp);
+                const REAL *queries = rows_of(a, q, sample, head, start, m, q_room, &ld);
+                multiply(0, m, n, d, queries, ld, 1, keys, d * NR, p, ldp);
+                for (len i = 0; a->scores && i < m; i++) keep(a, sample, head, start + i, p + i * ldp);
                 for (len i = 0; i < m; i++) {
                     REAL *RESTRICT row = p + i * ldp;
                     const mt_query query = query_of(a, sample, head, start + i);
@@ -228,7 +300,8 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                 }
                 multiply(0, m, d, n, p, ldp, 1, values, t * NR, o, width);
                 for (len i = 0; i < m; i++)
-                    for (len j = 0; j < d; j++) result[(start + i) * out.s + j] = o[i * width + j] * factor[i];
+                    for (len j = 0; j < d; j++) o[i * width + j] *= factor[i];
+                unpack(a, o, width, out, sample, head, start, m);
             }
         }
 }
@@ -248,15 +321,26 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
     REAL *dq = carve(&memory, rows * width), *dk = carve(&memory, keys * width), *dv = carve(&memory, keys * width);
     REAL *p = carve(&memory, BLOCK * ldp), *dp = carve(&memory, BLOCK * ldp), *delta = carve(&memory, BLOCK);
     const mt_word *columns = columns_of(a, &memory);
+    REAL *piece = carve(&memory, PIECE * d), *q_room = carve(&memory, BLOCK * d);
+    REAL *g_room = carve(&memory, BLOCK * d), *y_room = carve(&memory, BLOCK * d);
+    len ld, ldq, ldg, ldy;
     for (len sample = 0; sample < a->b; sample++)
         for (len head = 0; head < a->h; head++, lse += s) {
-            const REAL *queries = at(q, sample, head), *gradient = at(grad, sample, head);
-            const REAL *output = at(y, sample, head);
-            pack_transposed(at(k, sample, head), k.s, t, d, k_t);
-            pack_transposed(at(v, sample, head), v.s, t, d, v_t);
-            pack(at(k, sample, head), k.s, t, d, k_panels);
-            pack(queries, q.s, s, d, q_panels);
-            pack(gradient, grad.s, s, d, g_panels);
+            for (len first = 0; first < t; first += PIECE) {
+                const len n = t - first < PIECE ? t - first : PIECE;
+                const REAL *from = rows_of(a, k, sample, head, first, n, piece, &ld);
+                pack_transposed(from, ld, n, d, k_t + first * d);
+                pack(from, ld, n, d, k_panels + first * NR, t * NR);
+                from = rows_of(a, v, sample, head, first, n, piece, &ld);
+                pack_transposed(from, ld, n, d, v_t + first * d);
+            }
+            for (len first = 0; first < s; first += PIECE) {
+                const len n = s - first < PIECE ? s - first : PIECE;
+                const REAL *from = rows_of(a, q, sample, head, first, n, piece, &ld);
+                pack(from, ld, n, d, q_panels + first * NR, s * NR);
+                from = rows_of(a, grad, sample, head, first, n, piece, &ld);
+                pack(from, ld, n, d, g_panels + first * NR, s * NR);
+            }
             for (len i = 0; i < s * width; i++) dq[i] = REAL_C(0.0);
             for (len i = 0; i < t * width; i++) dk[i] = dv[i] = REAL_C(0.0);
             len then = sample, after = head;
@@ -274,8 +358,11 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                     fetch(grad, then, after, start, m, d, 0);
                     fetch(y, then, after, start, m, d, 0);
                 }
+                const REAL *queries = rows_of(a, q, sample, head, start, m, q_room, &ldq);
+                const REAL *gradient = rows_of(a, grad, sample, head, start, m, g_room, &ldg);
+                const REAL *output = rows_of(a, y, sample, head, start, m, y_room, &ldy);
                 for (len i = 0; i < m; i++) {
-                    const REAL *RESTRICT g = gradient + (start + i) * grad.s, *RESTRICT o = output + (start + i) * y.s;
+                    const REAL *RESTRICT g = gradient + i * ldg, *RESTRICT o = output + i * ldy;
                     REAL lane[LANES] = {0};
                     const len whole = d - d % LANES;
                     for (len j = 0; j < whole; j += LANES)
@@ -285,14 +372,16 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                 }
                 for (len first = 0; first < visible; first += TILE) {
                     const len n = visible - first < TILE ? visible - first : TILE, room = up(n, NR);
-                    multiply(0, m, n, d, queries + start * q.s, q.s, 1, k_t + first * d, d * NR, p, ldp);
-                    multiply(0, m, n, d, gradient + start * grad.s, grad.s, 1, v_t + first * d, d * NR, dp, ldp);
+                    if (!a->scores) multiply(0, m, n, d, queries, ldq, 1, k_t + first * d, d * NR, p, ldp);
+                    multiply(0, m, n, d, gradient, ldg, 1, v_t + first * d, d * NR, dp, ldp);
                     for (len i = 0; i < m; i++) {
                         REAL *RESTRICT prob = p + i * ldp, *RESTRICT slope = dp + i * ldp;
                         const mt_query query = query_of(a, sample, head, start + i);
-                        const REAL l = lse[start + i], shift = delta[i], keep = (REAL)a->keep_scale;
-                        /* A pass of its own: fused with the difference, the product would not be rounded as in lse. */
-                        for (len j = 0; j < room; j++) prob[j] *= scale;
+                        const REAL l = lse[start + i], shift = delta[i], by = (REAL)a->keep_scale;
+                        if (a->scores)
+                            recall(a, sample, head, start + i, first, n, prob);
+                        else /* a pass of its own: fused with the difference, it would not be rounded as in lse */
+                            for (len j = 0; j < room; j++) prob[j] *= scale;
                         hide(prob, &query, first, n, room);
                         for (len j = 0; j < room; j++) {
                             const REAL below = prob[j] - l; /* above 0 only by the rounding of a large score */
@@ -303,7 +392,7 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                             continue;
                         }
                         for (len j = 0; j < room; j++) {
-                            const REAL kept = dropped(REAL_C(1.0), query.row, columns[first + j], a->threshold, keep);
+                            const REAL kept = dropped(REAL_C(1.0), query.row, columns[first + j], a->threshold, by);
                             slope[j] = prob[j] * (slope[j] * kept - shift) * scale;
                             prob[j] *= kept;
                         }
@@ -313,8 +402,8 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                     multiply(1, m, d, n, dp, ldp, 1, k_panels + first * NR, t * NR, dq + start * width, width);
                 }
             }
-            unpack(dq, width, s, d, at(dq_, sample, head), dq_.s);
-            unpack(dk, width, t, d, at(dk_, sample, head), dk_.s);
-            unpack(dv, width, t, d, at(dv_, sample, head), dv_.s);
+            unpack(a, dq, width, dq_, sample, head, 0, s);
+            unpack(a, dk, width, dk_, sample, head, 0, t);
+            unpack(a, dv, width, dv_, sample, head, 0, t);
         }
 }

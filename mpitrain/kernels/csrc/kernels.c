@@ -61,7 +61,35 @@ static void gelu(int exact, const void *x_, const void *bias_, void *y_, void *s
     }
 }
 
-/* dx = grad slope, and db its sum over the rows unless that is NULL; by groups, as in layer_norm_backward. */
+/* Sums over rows are made in groups, and rows may come in blocks: those from `first` on of `all` rows.  The groups are
+ * those of all rows, so the sums do not depend on the blocks. */
+static inline void begin_group(REAL *sum, REAL *group, len row, len width) {
+    if (row == 0)
+        for (len j = 0; j < width; j++) sum[j] = REAL_C(0.0);
+    if (row % GROUP == 0)
+        for (len j = 0; j < width; j++) group[j] = REAL_C(0.0);
+}
+
+static inline void end_group(REAL *sum, const REAL *group, len row, len all, len width) {
+    if ((row + 1) % GROUP == 0 || row + 1 == all)
+        for (len j = 0; j < width; j++) sum[j] += group[j];
+}
+
+static void add_row(const REAL *RESTRICT x, REAL *RESTRICT sum, len width) {
+    for (len j = 0; j < width; j++) sum[j] += x[j];
+}
+
+static void sum_rows(const void *x_, void *sum_, void *group, len first, len rows, len all, len width) {
+    const REAL *x = x_;
+    if (!all) begin_group(sum_, group, 0, width);
+    for (len i = first; i < first + rows; i++, x += width) {
+        begin_group(sum_, group, i, width);
+        add_row(x, group, width);
+        end_group(sum_, group, i, all, width);
+    }
+}
+
+/* dx = grad slope, and db its sum over the rows unless that is NULL. */
 static void product_row(const REAL *RESTRICT grad, const REAL *RESTRICT slope, REAL *RESTRICT dx, REAL *RESTRICT sum,
                         len width) {
     for (len j = 0; j < width; j++) {
@@ -70,21 +98,19 @@ static void product_row(const REAL *RESTRICT grad, const REAL *RESTRICT slope, R
     }
 }
 
-static void gelu_backward(const void *grad_, const void *slope_, void *dx_, void *db_, void *scratch, len rows,
-                          len width) {
+static void gelu_backward(const void *grad_, const void *slope_, void *dx_, void *db, void *group, len first, len rows,
+                          len all, len width) {
     const REAL *RESTRICT grad = grad_, *RESTRICT slope = slope_;
-    REAL *RESTRICT dx = dx_, *RESTRICT db = db_, *RESTRICT group = scratch;
+    REAL *RESTRICT dx = dx_;
     if (!db) {
         for (len i = 0; i < rows * width; i++) dx[i] = grad[i] * slope[i];
         return;
     }
-    for (len j = 0; j < width; j++) db[j] = REAL_C(0.0);
-    for (len start = 0; start < rows; start += GROUP) {
-        const len stop = start + GROUP < rows ? start + GROUP : rows;
-        for (len j = 0; j < width; j++) group[j] = REAL_C(0.0);
-        for (len i = start; i < stop; i++)
-            product_row(grad + i * width, slope + i * width, dx + i * width, group, width);
-        for (len j = 0; j < width; j++) db[j] += group[j];
+    if (!all) begin_group(db, group, 0, width);
+    for (len i = first; i < first + rows; i++, grad += width, slope += width, dx += width) {
+        begin_group(db, group, i, width);
+        product_row(grad, slope, dx, group, width);
+        end_group(db, group, i, all, width);
     }
 }
 
@@ -105,8 +131,8 @@ static void dropout(const void *x_, const uint64_t *hashes, uint64_t threshold, 
     }
 }
 
-/* x + dropout(y), with one rounding where there is an instruction for it.  Said outright: left to the compiler, the body
- * of a loop and its end would round in different ways, and ranks that hold the same numbers at other addresses too. */
+/* x + dropout(y), with one rounding where there is an instruction for it.  Said outright: left to the compiler, the
+ * body of a loop and its end would round in different ways, and ranks that hold the same numbers at other addresses too. */
 static inline REAL plus_dropped(REAL x, REAL y, mt_word row, mt_word column, uint64_t threshold, REAL keep_scale) {
     const mt_word limit = (mt_word)threshold;
     return MT_MULADD(mt_mix32(row ^ column) >= limit ? y : REAL_C(0.0), keep_scale, x);
@@ -204,41 +230,37 @@ static void norm_row_backward(const REAL *RESTRICT grad, const REAL *RESTRICT x,
 }
 
 /* dx = rstd (h - mean(h) - n mean(h n)) + extra with n the normalised row and h = grad weight; dw = sum of grad n,
- * db = sum of grad.  Sums over rows are made in groups. */
+ * db = sum of grad. */
 static void layer_norm_backward(const void *grad_, const void *extra_, const void *x_, const void *center_,
-                                const void *rstd_, const void *weight_, void *dx_, void *dw_, void *db_, void *scratch_,
-                                len rows, len width) {
+                                const void *rstd_, const void *weight_, void *dx_, void *dw, void *db, void *groups,
+                                len from, len rows, len all, len width) {
     const REAL *RESTRICT grad = grad_, *RESTRICT extra = extra_, *RESTRICT x = x_;
     const REAL *RESTRICT center = center_, *RESTRICT rstd = rstd_, *RESTRICT weight = weight_;
-    REAL *RESTRICT dx = dx_, *RESTRICT dw = dw_, *RESTRICT db = db_;
-    REAL *RESTRICT group_w = scratch_, *RESTRICT group_b = group_w + width;
+    REAL *RESTRICT dx = dx_, *RESTRICT group_w = groups, *RESTRICT group_b = group_w + width;
     const len whole = width - width % LANES;
-    for (len j = 0; j < width; j++) dw[j] = db[j] = REAL_C(0.0);
-    for (len start = 0; start < rows; start += GROUP) {
-        const len stop = start + GROUP < rows ? start + GROUP : rows;
-        for (len j = 0; j < width; j++) group_w[j] = group_b[j] = REAL_C(0.0);
-        for (len i = start; i < stop; i++, x += width, grad += width, dx += width) {
-            const REAL first = x[0], mean = center[i], r = rstd[i];
-            REAL sum_h[LANES] = {0}, sum_hn[LANES] = {0};
-            for (len j = 0; j < whole; j += LANES)
-                for (int l = 0; l < LANES; l++) {
-                    const REAL h = grad[j + l] * weight[j + l];
-                    sum_h[l] += h;
-                    sum_hn[l] += h * (((x[j + l] - first) - mean) * r);
-                }
-            for (len j = whole; j < width; j++) {
-                const REAL h = grad[j] * weight[j];
-                sum_h[j - whole] += h;
-                sum_hn[j - whole] += h * (((x[j] - first) - mean) * r);
+    if (!all) begin_group(dw, group_w, 0, width), begin_group(db, group_b, 0, width);
+    for (len i = 0; i < rows; i++, x += width, grad += width, dx += width) {
+        begin_group(dw, group_w, from + i, width), begin_group(db, group_b, from + i, width);
+        const REAL first = x[0], mean = center[i], r = rstd[i];
+        REAL sum_h[LANES] = {0}, sum_hn[LANES] = {0};
+        for (len j = 0; j < whole; j += LANES)
+            for (int l = 0; l < LANES; l++) {
+                const REAL h = grad[j + l] * weight[j + l];
+                sum_h[l] += h;
+                sum_hn[l] += h * (((x[j + l] - first) - mean) * r);
             }
-            const REAL mean_h = lanes_sum(sum_h) / (REAL)width, mean_hn = lanes_sum(sum_hn) / (REAL)width;
-            norm_row_backward(grad, x, weight, first, mean, r, mean_h, mean_hn, dx, group_w, group_b, width);
-            if (extra) {
-                for (len j = 0; j < width; j++) dx[j] += extra[j];
-                extra += width;
-            }
+        for (len j = whole; j < width; j++) {
+            const REAL h = grad[j] * weight[j];
+            sum_h[j - whole] += h;
+            sum_hn[j - whole] += h * (((x[j] - first) - mean) * r);
         }
-        for (len j = 0; j < width; j++) dw[j] += group_w[j], db[j] += group_b[j];
+        const REAL mean_h = lanes_sum(sum_h) / (REAL)width, mean_hn = lanes_sum(sum_hn) / (REAL)width;
+        norm_row_backward(grad, x, weight, first, mean, r, mean_h, mean_hn, dx, group_w, group_b, width);
+        if (extra) {
+            for (len j = 0; j < width; j++) dx[j] += extra[j];
+            extra += width;
+        }
+        end_group(dw, group_w, from + i, all, width), end_group(db, group_b, from + i, all, width);
     }
 }
 
@@ -380,6 +402,7 @@ static double sum_of_squares(const void *x_, len count) {
 const mt_table MT_PASTE(mt_table, PRECISION, LEVEL) = {
     .level = MT_LEVEL_NAME,
     .itemsize = sizeof(REAL),
+    .sum_rows = sum_rows,
     .gelu = gelu,
     .gelu_backward = gelu_backward,
     .residual = residual,

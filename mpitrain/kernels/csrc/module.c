@@ -74,6 +74,9 @@ typedef struct {
     int failed;
     const Level *level; /* as chosen when the call came: another thread may choose while the lock is released */
     Py_ssize_t itemsize; /* of the reals, fixed by the first; 0 before */
+    char half;           /* format of halves where those take the place of reals: 'e', or 'H' for bfloat16; else 0 */
+    float *spare;        /* where halves are computed with, */
+    len height;          /* so many rows at a time */
 } Call;
 
 static void *fail(Call *call, PyObject *kind, const char *text, int at) {
@@ -82,6 +85,7 @@ static void *fail(Call *call, PyObject *kind, const char *text, int at) {
     return NULL;
 }
 
+/* An array of one of the kinds; itemsize 0: a half, or a number of the precision of the call. */
 static Py_buffer *take(Call *call, int at, int flags, const char *kinds, Py_ssize_t itemsize) {
     if (call->failed) return NULL;
     if (at >= call->count) return fail(call, PyExc_TypeError, "is missing", at);
@@ -93,6 +97,7 @@ static Py_buffer *take(Call *call, int at, int flags, const char *kinds, Py_ssiz
     call->held++;
     const char *format = buffer->format ? buffer->format : "B";
     if (format[0] == '=' || format[0] == '@') format++;
+    if (!itemsize) itemsize = format[0] == 'H' ? 2 : call->itemsize;
     if (!format[0] || !strchr(kinds, format[0]) || format[1] || buffer->itemsize != itemsize)
         return fail(call, PyExc_TypeError, "has another dtype", at);
     if ((uintptr_t)buffer->buf % (size_t)itemsize) return fail(call, PyExc_ValueError, "is not aligned", at);
@@ -109,24 +114,47 @@ static void *array(Call *call, int at, Py_ssize_t count, int writable, const cha
 
 static int absent(Call *call, int at) { return at < call->count && call->args[at] == Py_None; }
 
-/* Of float or double, as all the others of this call. */
+/* Of float or double, as all the others of this call; or halves, as all the others. */
 static void *reals(Call *call, int at, Py_ssize_t count, int writable) {
     if (call->failed) return NULL;
     if (!call->itemsize) {
         Py_buffer look;
         if (at >= call->count) return fail(call, PyExc_TypeError, "is missing", at);
-        if (PyObject_GetBuffer(call->args[at], &look, PyBUF_STRIDES)) {
+        if (PyObject_GetBuffer(call->args[at], &look, PyBUF_STRIDES | PyBUF_FORMAT)) {
             call->failed = 1;
             return NULL;
         }
         call->itemsize = look.itemsize;
+        if (look.itemsize == 2 && look.format) call->half = look.format[0] == 'e' ? 'e' : 'H';
         PyBuffer_Release(&look);
     }
-    return array(call, at, count, writable, call->itemsize == 4 ? "f" : "d", call->itemsize);
+    const char *kinds = call->half == 'e' ? "e" : call->half ? "H" : call->itemsize == 4 ? "f" : "d";
+    return array(call, at, count, writable, kinds, call->itemsize);
 }
 
 static void *maybe_reals(Call *call, int at, Py_ssize_t count) {
     return absent(call, at) ? NULL : reals(call, at, count, 0);
+}
+
+/* What is never half: vectors of weights, statistics of rows, sums. */
+static void *wides(Call *call, int at, Py_ssize_t count, int writable) {
+    if (!call->half) return reals(call, at, count, writable);
+    return array(call, at, count, writable, "f", sizeof(float));
+}
+
+static void *maybe_wides(Call *call, int at, Py_ssize_t count) {
+    return absent(call, at) ? NULL : wides(call, at, count, 0);
+}
+
+/* Floats in which `operands` arrays of halves are computed with, some rows at a time; reals need none. */
+static void spare(Call *call, int at, int operands, Py_ssize_t width) {
+    if (!call->failed && at >= call->count) fail(call, PyExc_TypeError, "is missing", at);
+    if (!call->half || call->failed) return;
+    call->spare = array(call, at, -1, 1, "f", sizeof(float));
+    if (call->failed) return;
+    const Py_buffer *b = &call->buffers[call->held - 1];
+    call->height = width ? b->len / b->itemsize / operands / width : 1;
+    if (call->height < 1) fail(call, PyExc_ValueError, "is too short", at);
 }
 
 static uint64_t *maybe_hashes(Call *call, int at, Py_ssize_t count) {
@@ -180,7 +208,7 @@ static PyObject *finish(Call *call, PyObject *result) {
 }
 
 static const mt_table *table(const Call *call) {
-    return call->itemsize == 4 ? call->level->single : call->level->twofold;
+    return call->itemsize == 8 ? call->level->twofold : call->level->single;
 }
 
 /* A long kernel lets other threads run; for a short one the change of hands would cost more than it takes. */
@@ -200,50 +228,167 @@ static const mt_table *table(const Call *call) {
     (void)self;                                   \
     Call c = {.args = args, .count = count, .level = chosen}
 
+/* --------------------------------------------------------------------------------------------------- blocks of rows */
+
+enum { WRITES = 2 };
+
+/* Some rows of a call's arrays.  Reals are one block and stay where they lie.  Halves come in blocks that stay in cache:
+ * what is read is widened into the spare floats, what is written lies there until it is narrowed at the block's end. */
+typedef struct {
+    const Call *call;
+    len all, width; /* rows of the arrays, and their length */
+    len first, rows;
+    float *free;
+    int writes;
+    struct {
+        const float *from;
+        uint16_t *to;
+    } written[WRITES];
+} Block;
+
+static void begin(Block *b) {
+    const len left = b->all - b->first;
+    b->rows = b->call->half && b->call->height < left ? b->call->height : left;
+    b->free = b->call->spare;
+    b->writes = 0;
+}
+
+static float *take_rows(Block *b) {
+    float *rows = b->free;
+    b->free += b->call->height * b->width;
+    return rows;
+}
+
+static void widen_rows(const Block *b, const uint16_t *from, float *to) {
+    const mt_halves *halves = b->call->level->halves;
+    (b->call->half == 'e' ? halves->half_to_float : halves->bfloat_to_float)(from, to, b->rows * b->width);
+}
+
+static void narrow_rows(const Block *b, const float *from, uint16_t *to) {
+    const mt_halves *halves = b->call->level->halves;
+    (b->call->half == 'e' ? halves->float_to_half : halves->float_to_bfloat)(from, to, b->rows * b->width);
+}
+
+/* The block's rows of an array that is read. */
+static const void *rows_in(Block *b, const void *x) {
+    if (!b->call->half || !x) return x;
+    float *rows = take_rows(b);
+    widen_rows(b, (const uint16_t *)x + b->first * b->width, rows);
+    return rows;
+}
+
+/* The block's rows of an array that is written. */
+static void *rows_out(Block *b, void *y) {
+    if (!b->call->half) return y;
+    float *rows = take_rows(b);
+    b->written[b->writes].from = rows;
+    b->written[b->writes++].to = (uint16_t *)y + b->first * b->width;
+    return rows;
+}
+
+/* The block's numbers of an array that has one a row. */
+static void *of_rows(const Block *b, const void *x) { return b->call->half ? (float *)x + b->first : (void *)x; }
+
+/* Round what was written last, for who reads it in the same block. */
+static void round_rows(Block *b) {
+    if (!b->call->half) return;
+    float *rows = (float *)b->written[b->writes - 1].from;
+    uint16_t *to = b->written[--b->writes].to;
+    narrow_rows(b, rows, to);
+    widen_rows(b, to, rows);
+}
+
+static int end(Block *b) {
+    while (b->writes) {
+        b->writes--;
+        narrow_rows(b, b->written[b->writes].from, b->written[b->writes].to);
+    }
+    b->first += b->rows;
+    return b->first < b->all;
+}
+
+/* Do something for each block `b` of so many rows of so many elements, with its READ(x), WRITE(y), BESIDE(one a row). */
+#define BY_BLOCKS(num_rows, length, ...)                             \
+    do {                                                             \
+        Block b = {.call = &c, .all = (num_rows), .width = (length)}; \
+        WITHOUT_LOCK(b.all * b.width, do {                           \
+            begin(&b);                                               \
+            __VA_ARGS__;                                             \
+        } while (end(&b)));                                          \
+    } while (0)
+#define READ(x) rows_in(&b, x)
+#define WRITE(y) rows_out(&b, y)
+#define BESIDE(x) of_rows(&b, x)
+
 /* --------------------------------------------------------------------------------------------------------- kernels */
 
-METHOD(gelu) { /* exact, x, bias or None, y, slope */
+/* Arrays called `spare` are floats for halves, None for reals. */
+
+METHOD(sum_rows) { /* x, sum, group, spare */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    void *sum = wides(&c, 1, width, 1), *group = wides(&c, 2, width, 1);
+    spare(&c, 3, 1, width);
+    if (!c.failed) BY_BLOCKS(rows, width, table(&c)->sum_rows(READ(x), sum, group, b.first, b.rows, rows, width));
+    return finish(&c, NULL);
+}
+
+METHOD(gelu) { /* exact, x, bias or None, y, slope, spare */
     CALL;
     const int exact = (int)whole(&c, 0);
     const void *x = reals(&c, 1, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c);
-    const void *bias = maybe_reals(&c, 2, width);
+    const void *bias = maybe_wides(&c, 2, width);
     void *y = reals(&c, 3, n, 1), *slope = reals(&c, 4, n, 1);
-    const Py_ssize_t length = bias ? width : n; /* without a bias all of x is one row */
-    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->gelu(exact, x, bias, y, slope, n / length, length));
+    const Py_ssize_t length = bias ? width : 1; /* without a bias the rows of a block are one */
+    spare(&c, 5, 3, length);
+    if (!c.failed && n)
+        BY_BLOCKS(n / length, length, {
+            const len rows = bias ? b.rows : 1;
+            table(&c)->gelu(exact, READ(x), bias, WRITE(y), WRITE(slope), rows, b.rows * length / rows);
+        });
     return finish(&c, NULL);
 }
 
-METHOD(gelu_backward) { /* grad, slope, dx, db or None, scratch */
+METHOD(gelu_backward) { /* grad, slope, dx, db or None, group, spare */
     CALL;
     const void *grad = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
-    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const Py_ssize_t n = elements(&c);
+    Py_ssize_t width = last_dim(&c);
     const void *slope = reals(&c, 1, n, 0);
-    void *dx = reals(&c, 2, n, 1), *db = absent(&c, 3) ? NULL : reals(&c, 3, width, 1);
-    void *scratch = reals(&c, 4, db ? width : 0, 1);
+    void *dx = reals(&c, 2, n, 1), *db = absent(&c, 3) ? NULL : wides(&c, 3, width, 1);
+    void *group = wides(&c, 4, db ? width : 0, 1);
+    if (!db) width = 1;
+    spare(&c, 5, 3, width);
+    const Py_ssize_t rows = width ? n / width : 0;
     if (!c.failed)
-        WITHOUT_LOCK(n, table(&c)->gelu_backward(grad, slope, dx, db, scratch, width ? n / width : 0, width));
+        BY_BLOCKS(rows, width, table(&c)->gelu_backward(READ(grad), READ(slope), WRITE(dx), db, group, b.first, b.rows,
+                                                        rows, width));
     return finish(&c, NULL);
 }
 
-METHOD(residual) { /* x, y, bias or None, hashes or None, threshold, keep_scale, out */
+METHOD(residual) { /* x, y, bias or None, hashes or None, threshold, keep_scale, out, spare */
     CALL;
     const void *x = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c);
-    const void *y = reals(&c, 1, n, 0), *bias = maybe_reals(&c, 2, width);
+    const void *y = reals(&c, 1, n, 0), *bias = maybe_wides(&c, 2, width);
     const uint64_t *hashes = maybe_hashes(&c, 3, width ? n / width : 0);
     const uint64_t threshold = word(&c, 4);
     const double keep_scale = number(&c, 5);
     void *out = reals(&c, 6, n, 1);
+    spare(&c, 7, 3, width);
     if (!c.failed && n)
-        WITHOUT_LOCK(n, table(&c)->residual(x, y, bias, hashes, threshold, keep_scale, out, n / width, width));
+        BY_BLOCKS(n / width, width, table(&c)->residual(READ(x), READ(y), bias, hashes ? hashes + b.first : NULL,
+                                                        threshold, keep_scale, WRITE(out), b.rows, width));
     return finish(&c, NULL);
 }
 
-METHOD(dropout) { /* x, hashes, threshold, keep_scale, out */
+METHOD(dropout) { /* x, hashes, threshold, keep_scale, out, spare */
     CALL;
     const void *x = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
@@ -252,75 +397,95 @@ METHOD(dropout) { /* x, hashes, threshold, keep_scale, out */
     const uint64_t threshold = word(&c, 2);
     const double keep_scale = number(&c, 3);
     void *out = reals(&c, 4, n, 1);
-    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->dropout(x, hashes, threshold, keep_scale, out, n / width, width));
+    spare(&c, 5, 2, width);
+    if (!c.failed && n)
+        BY_BLOCKS(n / width, width, table(&c)->dropout(READ(x), hashes + b.first, threshold, keep_scale, WRITE(out),
+                                                       b.rows, width));
     return finish(&c, NULL);
 }
 
-METHOD(layer_norm) { /* x, weight, bias, eps, y, center, rstd */
+METHOD(layer_norm) { /* x, weight, bias, eps, y, center, rstd, spare */
     CALL;
     const void *x = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
-    const void *weight = reals(&c, 1, width, 0), *bias = reals(&c, 2, width, 0);
+    const void *weight = wides(&c, 1, width, 0), *bias = wides(&c, 2, width, 0);
     const double eps = number(&c, 3);
-    void *y = reals(&c, 4, n, 1), *center = reals(&c, 5, rows, 1), *rstd = reals(&c, 6, rows, 1);
-    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->layer_norm(x, weight, bias, eps, y, center, rstd, rows, width));
+    void *y = reals(&c, 4, n, 1), *center = wides(&c, 5, rows, 1), *rstd = wides(&c, 6, rows, 1);
+    spare(&c, 7, 2, width);
+    if (!c.failed && n)
+        BY_BLOCKS(rows, width, table(&c)->layer_norm(READ(x), weight, bias, eps, WRITE(y), BESIDE(center), BESIDE(rstd),
+                                                     b.rows, width));
     return finish(&c, NULL);
 }
 
-/* x, y, branch_bias or None, hashes or None, threshold, keep_scale, weight, bias, eps, sum, out, center, rstd */
+/* x, y, branch_bias or None, hashes or None, threshold, keep_scale, weight, bias, eps, sum, out, center, rstd, spare */
 METHOD(residual_norm) {
     CALL;
     const void *x = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
-    const void *y = reals(&c, 1, n, 0), *branch_bias = maybe_reals(&c, 2, width);
+    const void *y = reals(&c, 1, n, 0), *branch_bias = maybe_wides(&c, 2, width);
     const uint64_t *hashes = maybe_hashes(&c, 3, rows);
     const uint64_t threshold = word(&c, 4);
     const double keep_scale = number(&c, 5);
-    const void *weight = reals(&c, 6, width, 0), *bias = reals(&c, 7, width, 0);
+    const void *weight = wides(&c, 6, width, 0), *bias = wides(&c, 7, width, 0);
     const double eps = number(&c, 8);
     void *sum = reals(&c, 9, n, 1), *out = reals(&c, 10, n, 1);
-    void *center = reals(&c, 11, rows, 1), *rstd = reals(&c, 12, rows, 1);
-    if (!c.failed && n)
+    void *center = wides(&c, 11, rows, 1), *rstd = wides(&c, 12, rows, 1);
+    spare(&c, 13, 4, width);
+    if (!c.failed && n && !c.half)
         WITHOUT_LOCK(n, table(&c)->residual_norm(x, y, branch_bias, hashes, threshold, keep_scale, weight, bias, eps,
                                                  sum, out, center, rstd, rows, width));
+    if (!c.failed && n && c.half) /* the norm is that of the sum as it is kept: backward has no other */
+        BY_BLOCKS(rows, width, {
+            void *total = WRITE(sum);
+            table(&c)->residual(READ(x), READ(y), branch_bias, hashes ? hashes + b.first : NULL, threshold, keep_scale,
+                                total, b.rows, width);
+            round_rows(&b);
+            table(&c)->layer_norm(total, weight, bias, eps, WRITE(out), BESIDE(center), BESIDE(rstd), b.rows, width);
+        });
     return finish(&c, NULL);
 }
 
-METHOD(layer_norm_backward) { /* grad, extra or None, x, center, rstd, weight, dx, dw, db, scratch */
+METHOD(layer_norm_backward) { /* grad, extra or None, x, center, rstd, weight, dx, dw, db, groups, spare */
     CALL;
     const void *grad = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
     const void *extra = maybe_reals(&c, 1, n), *x = reals(&c, 2, n, 0);
-    const void *center = reals(&c, 3, rows, 0), *rstd = reals(&c, 4, rows, 0), *weight = reals(&c, 5, width, 0);
-    void *dx = reals(&c, 6, n, 1), *dw = reals(&c, 7, width, 1), *db = reals(&c, 8, width, 1);
-    void *scratch = reals(&c, 9, 2 * width, 1);
+    const void *center = wides(&c, 3, rows, 0), *rstd = wides(&c, 4, rows, 0), *weight = wides(&c, 5, width, 0);
+    void *dx = reals(&c, 6, n, 1), *dw = wides(&c, 7, width, 1), *db = wides(&c, 8, width, 1);
+    void *groups = wides(&c, 9, 2 * width, 1);
+    spare(&c, 10, 4, width);
     if (!c.failed)
-        WITHOUT_LOCK(n, table(&c)->layer_norm_backward(grad, extra, x, center, rstd, weight, dx, dw, db, scratch, rows,
-                                                       width));
+        BY_BLOCKS(rows, width, table(&c)->layer_norm_backward(READ(grad), READ(extra), READ(x), BESIDE(center),
+                                                              BESIDE(rstd), weight, WRITE(dx), dw, db, groups, b.first,
+                                                              b.rows, rows, width));
     return finish(&c, NULL);
 }
 
-METHOD(softmax) { /* x, y */
+METHOD(softmax) { /* x, y, spare */
     CALL;
     const void *x = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c);
     void *y = reals(&c, 1, n, 1);
-    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->softmax(x, y, n / width, width));
+    spare(&c, 2, 2, width);
+    if (!c.failed && n) BY_BLOCKS(n / width, width, table(&c)->softmax(READ(x), WRITE(y), b.rows, width));
     return finish(&c, NULL);
 }
 
-METHOD(softmax_backward) { /* grad, y, dx */
+METHOD(softmax_backward) { /* grad, y, dx, spare */
     CALL;
     const void *grad = reals(&c, 0, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c);
     const void *y = reals(&c, 1, n, 0);
     void *dx = reals(&c, 2, n, 1);
-    if (!c.failed && n) WITHOUT_LOCK(n, table(&c)->softmax_backward(grad, y, dx, n / width, width));
+    spare(&c, 3, 3, width);
+    if (!c.failed && n)
+        BY_BLOCKS(n / width, width, table(&c)->softmax_backward(READ(grad), READ(y), WRITE(dx), b.rows, width));
     return finish(&c, NULL);
 }
 
@@ -331,7 +496,7 @@ static void check_targets(Call *c, const int64_t *targets, Py_ssize_t rows, Py_s
             fail(c, PyExc_ValueError, "holds a number that is no column", at);
 }
 
-METHOD(cross_entropy) { /* logits, targets, ignore, lse -> total */
+METHOD(cross_entropy) { /* logits, targets, ignore, lse, spare -> total */
     CALL;
     double total = 0.0;
     const void *logits = reals(&c, 0, -1, 0);
@@ -339,40 +504,49 @@ METHOD(cross_entropy) { /* logits, targets, ignore, lse -> total */
     const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
     const int64_t *targets = integers(&c, 1, rows);
     const int64_t ignore = whole(&c, 2);
-    void *lse = reals(&c, 3, rows, 1);
+    void *lse = wides(&c, 3, rows, 1);
     check_targets(&c, targets, rows, width, ignore, 1);
-    if (!c.failed) WITHOUT_LOCK(n, total = table(&c)->cross_entropy(logits, targets, ignore, lse, rows, width));
+    spare(&c, 4, 1, width);
+    if (!c.failed)
+        BY_BLOCKS(rows, width, total += table(&c)->cross_entropy(READ(logits), targets + b.first, ignore, BESIDE(lse),
+                                                                 b.rows, width));
     return finish(&c, c.failed ? NULL : PyFloat_FromDouble(total));
 }
 
-METHOD(cross_entropy_backward) { /* grad, logits, targets, lse, ignore, out */
+METHOD(cross_entropy_backward) { /* grad, logits, targets, lse, ignore, out, spare */
     CALL;
     const double grad = number(&c, 0);
     const void *logits = reals(&c, 1, -1, 0);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
     const int64_t *targets = integers(&c, 2, rows);
-    const void *lse = reals(&c, 3, rows, 0);
+    const void *lse = wides(&c, 3, rows, 0);
     const int64_t ignore = whole(&c, 4);
     void *out = reals(&c, 5, n, 1);
     check_targets(&c, targets, rows, width, ignore, 2);
+    spare(&c, 6, 2, width);
     if (!c.failed)
-        WITHOUT_LOCK(n, table(&c)->cross_entropy_backward(grad, logits, targets, lse, ignore, out, rows, width));
+        BY_BLOCKS(rows, width, table(&c)->cross_entropy_backward(grad, READ(logits), targets + b.first, BESIDE(lse),
+                                                                 ignore, WRITE(out), b.rows, width));
     return finish(&c, NULL);
 }
 
-METHOD(row_sum) { /* ids, rows (n, m), out (t, m): out[ids[i]] += rows[i] */
+METHOD(row_sum) { /* ids, rows (n, m), out (t, m), spare: out[ids[i]] += rows[i] */
     CALL;
     const int64_t *ids = integers(&c, 0, -1);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t num = elements(&c);
-    void *out = reals(&c, 2, -1, 1);
+    const void *rows = reals(&c, 1, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    void *out = wides(&c, 2, -1, 1);
     if (c.failed) return finish(&c, NULL);
     const Py_ssize_t width = last_dim(&c), length = width ? elements(&c) / width : 0;
-    const void *rows = reals(&c, 1, num * width, 0);
+    if (n != num * width) fail(&c, PyExc_ValueError, "has another length", 1);
     for (Py_ssize_t i = 0; !c.failed && width && i < num; i++)
         if (ids[i] < 0 || ids[i] >= length) fail(&c, PyExc_ValueError, "holds a number that is no row", 0);
-    if (!c.failed) WITHOUT_LOCK(num * width, table(&c)->row_sum(ids, rows, out, num, width));
+    spare(&c, 3, 1, width);
+    if (!c.failed) BY_BLOCKS(num, width, table(&c)->row_sum(ids + b.first, READ(rows), out, b.rows, width));
     return finish(&c, NULL);
 }
 
@@ -389,14 +563,14 @@ METHOD(adamw) { /* p, g, m, v, beta1, 1 - beta1, beta2, 1 - beta2, eps, rate, ke
     return finish(&c, NULL);
 }
 
-METHOD(sum_of_squares) { /* x -> float */
+METHOD(sum_of_squares) { /* x, spare -> float */
     CALL;
     double total = 0.0;
     const void *x = reals(&c, 0, -1, 0);
-    if (!c.failed) {
-        const Py_ssize_t n = elements(&c);
-        WITHOUT_LOCK(n, total = table(&c)->sum_of_squares(x, n));
-    }
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    spare(&c, 1, 1, 1);
+    if (!c.failed) BY_BLOCKS(n, 1, total += table(&c)->sum_of_squares(READ(x), b.rows));
     return finish(&c, c.failed ? NULL : PyFloat_FromDouble(total));
 }
 
@@ -406,8 +580,7 @@ METHOD(sum_of_squares) { /* x -> float */
 static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
     mt_heads x = {0};
     if (call->failed) return x;
-    Py_buffer *b = take(call, at, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0), call->itemsize == 4 ? "f" : "d",
-                        call->itemsize);
+    Py_buffer *b = take(call, at, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0), call->itemsize == 4 ? "fH" : "d", 0);
     if (!b) return x;
     if (b->ndim != 4 || !b->len) return fail(call, PyExc_ValueError, "is not (b, h, s, d)", at), x;
     for (int i = 0; i < 4; i++)
@@ -418,11 +591,19 @@ static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
     for (int i = 0; i < 3; i++)
         if (b->strides[i] % size) return fail(call, PyExc_ValueError, "has odd strides", at), x;
     x.data = b->buf;
+    x.half = size == 2;
     x.b = b->strides[0] / size, x.h = b->strides[1] / size, x.s = b->strides[2] / size;
     return x;
 }
 
-/* causal, scale, mask or None, hashes or None, keys or None, threshold, keep_scale, scratch: from argument `at` on */
+/* How many scores are kept of a head; where each lies tells kept_row in attention.h. */
+static Py_ssize_t num_kept(const mt_attention *a) {
+    const Py_ssize_t stripes = a->s / MT_STRIPE, rest = a->s % MT_STRIPE;
+    return a->causal ? MT_STRIPE * MT_STRIPE * (stripes * (stripes + 1) / 2) + rest * a->s : a->s * a->t;
+}
+
+/* causal, scale, mask or None, hashes or None, keys or None, threshold, keep_scale, scratch, scores or None, whether
+ * halves are bfloat16: from argument `at` on */
 static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], Py_ssize_t keys, int backward) {
     mt_attention a = {.b = shape[0], .h = shape[1], .s = shape[2], .t = keys, .d = shape[3]};
     a.causal = (int)whole(c, at);
@@ -445,6 +626,23 @@ static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], Py_ssize
     a.scratch = array(c, at + 7, -1, 1, "B", 1);
     if (!c->failed && c->buffers[c->held - 1].len < table(c)->attention_scratch(a.s, a.t, a.d, backward))
         fail(c, PyExc_ValueError, "is too short", at + 7);
+    if (!absent(c, at + 8)) {
+        const int flags = PyBUF_STRIDES | (backward ? 0 : PyBUF_WRITABLE);
+        const Py_buffer *b = take(c, at + 8, flags, c->itemsize == 4 ? "f" : "d", c->itemsize);
+        if (b && (b->ndim != 3 || b->shape[0] != a.b || b->shape[1] != a.h || b->shape[2] != num_kept(&a)))
+            fail(c, PyExc_ValueError, "has another shape", at + 8);
+        if (!c->failed && b->shape[2] > 1 && b->strides[2] != c->itemsize)
+            fail(c, PyExc_ValueError, "has gaps in its last dim", at + 8);
+        if (!c->failed && (b->strides[0] % c->itemsize || b->strides[1] % c->itemsize))
+            fail(c, PyExc_ValueError, "has odd strides", at + 8);
+        if (!c->failed) {
+            a.scores = b->buf;
+            a.scores_b = b->strides[0] / c->itemsize, a.scores_h = b->strides[1] / c->itemsize;
+        }
+    }
+    const int brain = (int)whole(c, at + 9);
+    a.widen = brain ? c->level->halves->bfloat_to_float : c->level->halves->half_to_float;
+    a.narrow = brain ? c->level->halves->float_to_bfloat : c->level->halves->float_to_half;
     return a;
 }
 
@@ -554,7 +752,8 @@ METHOD(use) { /* name */
 #define ENTRY(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef METHODS[] = {
-    ENTRY(gelu), ENTRY(gelu_backward), ENTRY(residual), ENTRY(dropout), ENTRY(layer_norm), ENTRY(residual_norm),
+    ENTRY(sum_rows), ENTRY(gelu), ENTRY(gelu_backward), ENTRY(residual), ENTRY(dropout), ENTRY(layer_norm),
+    ENTRY(residual_norm),
     ENTRY(layer_norm_backward), ENTRY(softmax), ENTRY(softmax_backward), ENTRY(cross_entropy),
     ENTRY(cross_entropy_backward), ENTRY(row_sum), ENTRY(adamw), ENTRY(sum_of_squares), ENTRY(attention_scratch),
     ENTRY(attention), ENTRY(attention_backward), ENTRY(widen), ENTRY(narrow), ENTRY(levels), ENTRY(use),

@@ -15,7 +15,11 @@ typedef ptrdiff_t len;
 typedef struct {
     void *data;
     len b, h, s;
+    int half; /* 16 bits a number, whatever the precision of the call */
 } mt_heads;
+
+/* Queries whose kept scores are as long as those of the last of them, with causal attention. */
+#define MT_STRIPE 64
 
 typedef struct {
     len b, h, s, t, d;       /* s queries, t keys */
@@ -28,14 +32,22 @@ typedef struct {
     uint64_t threshold;      /* keep a weight whose word is at least this, which is below 2^32 */
     double keep_scale;       /* 1 / (1 - p) */
     void *scratch;           /* of attention_scratch bytes */
+    void *scores;            /* scale q k^T, kept from forward to backward in rows, as kept_row tells; or NULL */
+    len scores_b, scores_h;  /* from a sample, and a head, to the next */
+    void (*widen)(const uint16_t *x, float *y, len count); /* what `half` stands for; only in single precision */
+    void (*narrow)(const float *x, uint16_t *y, len count);
 } mt_attention;
 
 typedef struct {
     const char *level;
     len itemsize;
 
+    /* Where sums over rows are made, those from `first` on of `all` rows come: a sum goes on where the last call left
+     * it, `sum` and `group` (as long) being the same.  layer_norm_backward has two of each. */
+    void (*sum_rows)(const void *x, void *sum, void *group, len first, len rows, len all, len width);
     void (*gelu)(int exact, const void *x, const void *bias, void *y, void *slope, len rows, len width);
-    void (*gelu_backward)(const void *grad, const void *slope, void *dx, void *db, void *scratch, len rows, len width);
+    void (*gelu_backward)(const void *grad, const void *slope, void *dx, void *db, void *group, len first, len rows,
+                          len all, len width);
     void (*residual)(const void *x, const void *y, const void *bias, const uint64_t *hashes, uint64_t threshold,
                      double keep_scale, void *out, len rows, len width);
     void (*dropout)(const void *x, const uint64_t *hashes, uint64_t threshold, double keep_scale, void *out, len rows,
@@ -46,8 +58,8 @@ typedef struct {
                           uint64_t threshold, double keep_scale, const void *weight, const void *bias, double eps,
                           void *sum, void *out, void *center, void *rstd, len rows, len width);
     void (*layer_norm_backward)(const void *grad, const void *extra, const void *x, const void *center,
-                                const void *rstd, const void *weight, void *dx, void *dw, void *db, void *scratch,
-                                len rows, len width);
+                                const void *rstd, const void *weight, void *dx, void *dw, void *db, void *groups,
+                                len first, len rows, len all, len width);
     void (*softmax)(const void *x, void *y, len rows, len width);
     void (*softmax_backward)(const void *grad, const void *y, void *dx, len rows, len width);
     double (*cross_entropy)(const void *logits, const int64_t *targets, int64_t ignore, void *lse, len rows, len width);

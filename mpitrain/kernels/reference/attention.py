@@ -7,6 +7,8 @@ last query are never touched.
 Scores are held keys first, (b, h, keys, queries): then maxima and sums run along whole vectors of queries, twice as
 fast as along short rows, and all products stay plain BLAS calls on views.
 
+Halves are storage only: here they are widened first, and results narrowed last.
+
 Shapes: b sample, h head, s query, t key, d width of a head.
 Source: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4; the running maximum is not needed here,
 since a block sees all keys of its queries at once.
@@ -20,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, is_half, wide
 from mpitrain.kernels import blocks
+from mpitrain.kernels.reference.halves import narrow, widen
 from mpitrain.kernels.reference.residual import keep_scale
 from mpitrain.rng import keep_mask
 
@@ -40,11 +43,13 @@ def attention(
     rows: Array | None,
     drop: float,
     keys: Array | None = None,
+    scores: Array | None = None,
 ) -> Array:
     """Write softmax(scale q k^T) v into `out`.
 
     Args:
-        q: (b, h, s, d) float32 or float64, any strides; out alike.
+        q: (b, h, s, d), any strides; out alike.  Float32 or float64; or float16 or bfloat16, of which any of the arrays
+            may stand where others are float32: what is computed is float32 then.
         k: (b, h, t, d); v alike.  These may be some of the keys that the queries see: results over others are put
             together by `lse`, each output weighed by exp(its lse - the logarithm of the sum of exp(lse)).
         out: written.
@@ -54,12 +59,23 @@ def attention(
         rows: uint64 (b, h, s), the random stream of each query's dropout mask over its keys; None: no dropout.
         drop: probability that one attention weight is dropped; the others are scaled by 1 / (1 - drop).
         keys: int64 (t,), the global number of each key, which is its column in the dropout mask; None: 0, 1, ...
+        scores: (b, h, `blocks.kept_scores` of s, t and causal) in the precision of what is computed, written: scale
+            q k^T by query and key, whatever is masked, for `attention_backward` to read; None: it makes them again.
+            With causal attention the keys after the last query of each stripe of `blocks.QUERIES` queries are left out,
+            and what lies above the diagonal within a stripe is 0.
 
     Returns:
-        lse (b, h, s), the logarithm of the sum of a query's exponentials.  A query that may see no key gives 0, and its
-        lse is the lowest finite number, which changes no sum of exponentials that it is added to.
+        lse (b, h, s) in the precision of what is computed: the logarithm of the sum of a query's exponentials.  A query
+        that may see no key gives 0, and its lse is the lowest finite number, which changes no sum of exponentials that
+        it is added to.
     """
     xp = array_module(q)
+    if any(is_half(x.dtype) for x in (q, k, v, out)):
+        y = xp.empty(out.shape, wide(q.dtype))
+        how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "rows": rows, "drop": drop, "keys": keys}
+        lse = attention(_widened(q), _widened(k), _widened(v), y, scores=scores, **how)
+        _deliver(y, out)
+        return lse
     lowest = float(xp.finfo(q.dtype).min)
     lse = xp.full(q.shape[:3], lowest, q.dtype)
     if k.shape[2] == 0:
@@ -68,14 +84,18 @@ def attention(
     later = _later_keys(xp, q, causal)
     for part, queries, seen in _blocks(xp, q, k, causal):
         scaled = q[part][:, :, queries] * scale
-        s = _scores(xp, k[part][:, :, seen], scaled, later, mask, part, queries, seen)
+        s = _scores(xp, k[part][:, :, seen], scaled)
+        if scores is not None:
+            kept, by_query = _kept_stripe(scores, part, queries, seen, causal), s.swapaxes(2, 3)
+            kept[...] = xp.tril(by_query, queries.start) if causal else by_query
+        _hide(xp, s, later, mask, part, queries, seen)
         # A query without any key has maximum -inf; less the lowest finite number that stays -inf, and its exp is 0.
         highest = xp.maximum(s.max(axis=2), lowest)
         s -= highest[:, :, None]
         xp.exp(s, out=s)
         total = xp.maximum(s.sum(axis=2), 1.0)  # the largest score contributes exactly 1
         if rows is not None:
-            s *= _kept(xp, rows[part][:, :, queries], s, keys, drop)
+            s *= _weights_left(xp, rows[part][:, :, queries], s, keys, drop)
         y = out[part][:, :, queries]
         xp.matmul(s.swapaxes(2, 3), v[part][:, :, seen], out=y)
         y *= (kept_by / total)[..., None]
@@ -102,6 +122,7 @@ def attention_backward(
     rows: Array | None,
     drop: float,
     keys: Array | None = None,
+    scores: Array | None = None,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv; the other arguments as in `attention`.
 
@@ -109,9 +130,18 @@ def attention_backward(
     dS = P (dP - rowsum(dO O)),  dQ = scale dS K,  dK = scale dS^T Q.
 
     Where k and v are some of the keys, y and lse are the output and the logarithm over all of them; dq is then the part
-    of the gradient that comes from these.
+    of the gradient that comes from these.  With the scores that forward kept one product of five is saved, and every
+    bit is the same.
     """
     xp = array_module(q)
+    if any(is_half(x.dtype) for x in (grad, q, k, v, y, dq, dk, dv)):
+        d_q, d_k, d_v = (xp.empty(x.shape, wide(x.dtype)) for x in (dq, dk, dv))
+        grad, q, k, v, y = (_widened(x) for x in (grad, q, k, v, y))
+        how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "rows": rows, "drop": drop, "keys": keys}
+        attention_backward(grad, q, k, v, y, lse, d_q, d_k, d_v, scores=scores, **how)
+        for made, out in ((d_q, dq), (d_k, dk), (d_v, dv)):
+            _deliver(made, out)
+        return
     if q.shape[2] == 0 or k.shape[2] == 0:
         for gradient in (dq, dk, dv):
             gradient[...] = 0.0
@@ -125,13 +155,17 @@ def attention_backward(
         first = queries.stop == q.shape[2]
         g = grad[part][:, :, queries]
         scaled = q[part][:, :, queries] * scale
-        p = _scores(xp, k[part][:, :, seen], scaled, later, mask, part, queries, seen)
+        if scores is None:
+            p = _scores(xp, k[part][:, :, seen], scaled)
+        else:  # laid out as the product is: BLAS may round one layout otherwise than another
+            p = _kept_stripe(scores, part, queries, seen, causal).swapaxes(2, 3).copy()
+        _hide(xp, p, later, mask, part, queries, seen)
         p -= lse[part][:, :, None, queries]
         xp.exp(p, out=p)
         dp = xp.matmul(v[part][:, :, seen], g.swapaxes(2, 3))
         dropped = p
         if rows is not None:
-            kept = _kept(xp, rows[part][:, :, queries], p, keys, drop)
+            kept = _weights_left(xp, rows[part][:, :, queries], p, keys, drop)
             kept *= kept_by
             dp *= kept
             kept *= p
@@ -169,11 +203,21 @@ def _later_keys(xp: Any, q: Array, causal: bool) -> Array | None:
     return xp.where(place[:, None] > place[None, :], -math.inf, 0.0).astype(q.dtype)
 
 
-def _scores(
-    xp: Any, k: Array, scaled: Array, later: Array | None, mask: Array | None, part: Part, queries: slice, keys: slice
-) -> Array:
-    """(b, h, keys, queries) scores of a block, -inf where a query may not look."""
-    s = xp.matmul(k, scaled.swapaxes(2, 3))
+def _scores(xp: Any, k: Array, scaled: Array) -> Array:
+    """(b, h, keys, queries) scores of a block."""
+    return xp.matmul(k, scaled.swapaxes(2, 3))
+
+
+def _kept_stripe(scores: Array, part: Part, queries: slice, keys: slice, causal: bool) -> Array:
+    """(b, h, queries, keys) of a block, a view of the scores that are kept from forward to backward."""
+    height, width = queries.stop - queries.start, keys.stop
+    first = blocks.kept_scores(queries.start, width, causal)
+    of_block = scores[part][:, :, first : first + height * width]
+    return of_block.reshape(*of_block.shape[:2], height, width)
+
+
+def _hide(xp: Any, s: Array, later: Array | None, mask: Array | None, part: Part, queries: slice, keys: slice) -> None:
+    """Make the scores of a block -inf where a query may not look."""
     if later is not None:
         height = queries.stop - queries.start
         s[:, :, queries] += later[:height, :height]  # the keys of the queries' own places
@@ -182,10 +226,9 @@ def _scores(
             cut if length > 1 else slice(None) for cut, length in zip((*part, queries, keys), mask.shape, strict=True)
         ]
         xp.copyto(s, -math.inf, where=~mask[tuple(which)].swapaxes(2, 3))
-    return s
 
 
-def _kept(xp: Any, rows: Array, scores: Array, keys: Array | None, drop: float) -> Array:
+def _weights_left(xp: Any, rows: Array, scores: Array, keys: Array | None, drop: float) -> Array:
     """(b, h, keys, queries) the dropout mask as numbers 0 and 1."""
     seen = scores.shape[2]
     keep = keep_mask(rows, seen if keys is None else keys[:seen], drop)
@@ -198,3 +241,16 @@ def _put(xp: Any, a: Array, b: Array, out: Array, first: bool) -> None:
         xp.matmul(a, b, out=out)
     else:
         out += xp.matmul(a, b)
+
+
+def _widened(x: Array) -> Array:
+    """Halves in float32; others as they are."""
+    return widen(x) if is_half(x.dtype) else x
+
+
+def _deliver(made: Array, out: Array) -> None:
+    """Write what was computed where it belongs, rounded once if that is in a half precision."""
+    if is_half(out.dtype):
+        narrow(made, out.dtype, out)
+    else:
+        out[...] = made

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from mpitrain.backend import Array, array_module
-from mpitrain.kernels.blocks import row_blocks, rows_of, wide
+from mpitrain.kernels.blocks import row_blocks, rows_of
+from mpitrain.kernels.reference.halves import in_single
 from mpitrain.kernels.reference.products import sum_rows
 
 _GELU_SCALE = math.sqrt(2.0 / math.pi)
 _GELU_CUBE = 0.044715
 
 
+@in_single(0, 0, 1)
 def gelu_tanh(x: Array, bias: Array | None = None) -> tuple[Array, Array]:
     """GELU of x + bias in its tanh form, and its slope.
 
@@ -35,6 +37,7 @@ def gelu_tanh(x: Array, bias: Array | None = None) -> tuple[Array, Array]:
     return _by_blocks(_tanh_block, x, bias)
 
 
+@in_single(0, 0, 1)
 def gelu_erf(x: Array, bias: Array | None = None) -> tuple[Array, Array]:
     """GELU of x + bias in its exact form, and its slope.
 
@@ -52,8 +55,12 @@ def gelu_erf(x: Array, bias: Array | None = None) -> tuple[Array, Array]:
     return _by_blocks(_erf_block, x, bias)
 
 
+@in_single(1, 0)
 def gelu_backward(grad: Array, slope: Array, with_bias: bool) -> tuple[Array, Array | None]:
-    """Gradients of x and, if asked for, of the bias: grad slope, and its sum over all dims but the last."""
+    """Gradients of x and, if asked for, of the bias: grad slope, and its sum over all dims but the last.
+
+    The second in at least float32.
+    """
     dx = grad * slope
     return dx, sum_rows(dx) if with_bias else None
 
@@ -67,7 +74,7 @@ def _by_blocks(
     shape = (x.size, 1) if bias is None else rows_of(x)
     rows, rows_y, rows_slope = x.reshape(shape), y.reshape(shape), slope.reshape(shape)
     for block in row_blocks(xp, *shape):
-        z = rows[block].astype(wide(x.dtype), copy=False)
+        z = rows[block]
         formula(xp, z if bias is None else z + bias, rows_y[block], rows_slope[block])
     return y, slope
 
@@ -113,13 +120,14 @@ _FAR_Q = (1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858
 _NEAR = 0.46875
 
 
+@in_single(0, 0)
 def erf(x: Array) -> Array:
     """The error function 2/sqrt(pi) * integral of exp(-t^2) from 0 to x; absolute error below 2e-16 in float64."""
     xp = array_module(x)
     y = xp.empty(x.shape, x.dtype)
     flat, flat_y = x.reshape(-1), y.reshape(-1)
     for block in row_blocks(xp, flat.size, 1):
-        flat_y[block] = _erf_and_bell(xp, flat[block].astype(wide(x.dtype), copy=False))[0]
+        flat_y[block] = _erf_and_bell(xp, flat[block])[0]
     return y
 
 

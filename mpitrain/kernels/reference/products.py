@@ -6,36 +6,57 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Array, array_module
-from mpitrain.kernels.blocks import rows_of, wide
+from mpitrain.backend import Array, array_module, is_half, wide
+from mpitrain.errors import ShapeError
+from mpitrain.kernels.blocks import rows_of
+from mpitrain.kernels.reference.halves import narrow
 
 
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
     """`a @ b` over the last two dims, by BLAS whatever the strides and dtypes; half precision multiplies in float32.
 
     Args:
         a: (..., n, k) or (k,).
         b: (..., k, m) or (k,).
-        out: where to write; its dtype may be wider than that of a and b.
+        out: where to write; its dtype may be wider than that of a and b, and a product of halves then is not rounded.
+        dtype: of the result, where `out` does not say; None: that of a and b together.
+
+    Raises:
+        ShapeError: a is float16 and b bfloat16, or the other way round.
     """
     xp = array_module(a, b)
-    dtype = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
-    compute = wide(dtype)
-    a, b = _for_blas(xp, a, compute), _for_blas(xp, b, compute)
+    common = product_dtype(a, b)
+    compute = wide(common)
+    a, b = (x if x.dtype == compute else x.astype(compute) for x in (a, b))
     if out is not None and out.dtype == compute:
-        return xp.matmul(a, b, out=out)
-    product = xp.matmul(a, b)
+        return multiply(xp, a, b, out)
+    product = multiply(xp, a, b)
+    result = out.dtype if out is not None else common if dtype is None else np.dtype(dtype)
+    if is_half(result):
+        return narrow(product, result, out)
     if out is not None:
         out[...] = product
         return out
-    return product if compute == dtype else product.astype(dtype)
+    return product if product.dtype == result else product.astype(result)
 
 
-def _for_blas(xp: Any, x: Array, dtype: Any) -> Array:
+def product_dtype(a: Array, b: Array) -> Any:
+    """The dtype of a product: that of both factors, or to which they promote."""
+    if a.dtype == b.dtype:
+        return a.dtype
+    if is_half(a.dtype) and is_half(b.dtype):
+        raise ShapeError(f"matmul: {a.dtype} {a.shape} and {b.dtype} {b.shape} do not go together: cast one of them")
+    return np.result_type(a.dtype, b.dtype)
+
+
+def multiply(xp: Any, a: Array, b: Array, out: Array | None = None) -> Array:
+    """`a @ b` of one dtype that BLAS knows."""
+    return xp.matmul(_for_blas(xp, a), _for_blas(xp, b), out=out)
+
+
+def _for_blas(xp: Any, x: Array) -> Array:
     # NumPy falls back to a plain triple loop, a hundred times slower, where neither of the last two dims has unit
     # stride or a broadcast dim has stride 0.
-    if x.dtype != dtype:
-        return x.astype(dtype)
     if x.ndim < 2 or x.size == 0 or x.flags.c_contiguous:
         return x
     near, far, size = x.strides[-1], x.strides[-2], x.itemsize
@@ -52,7 +73,7 @@ def sum_rows(x: Array) -> Array:
     xp = array_module(x)
     num_rows, width = rows_of(x)
     matrix = x.reshape(num_rows, width)
-    return matmul(xp.ones(num_rows, x.dtype), matrix)
+    return matmul(xp.ones(num_rows, x.dtype), matrix, dtype=wide(x.dtype))
 
 
 def row_sum(ids: Array, rows: Array, out: Array) -> None:
@@ -62,8 +83,8 @@ def row_sum(ids: Array, rows: Array, out: Array) -> None:
 
     Args:
         ids: (n,) int64, each in [0, t).
-        rows: (n, m).
-        out: (t, m), added to.
+        rows: (n, m); the sums of halves are formed in float32.
+        out: (t, m), added to; its dtype may be wider than that of rows.
     """
     # Sorted by id (stably), each run of equal ids is one slice and `add.reduceat` sums it: no scatter whose order is
     # left to the hardware, and no loop over rows.
@@ -73,4 +94,10 @@ def row_sum(ids: Array, rows: Array, out: Array) -> None:
     order = xp.argsort(ids, kind="stable")
     ids = ids[order]
     starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]]))
-    out[ids[starts]] += xp.add.reduceat(rows[order], starts, axis=0)
+    sums = xp.add.reduceat(rows[order].astype(wide(rows.dtype), copy=False), starts, axis=0)
+    if is_half(out.dtype):
+        sums += out[ids[starts]]
+        sums = narrow(sums, out.dtype)
+        out[ids[starts]] = sums
+    else:
+        out[ids[starts]] += sums

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from mpitrain.backend import Array
+from mpitrain.kernels.reference.halves import in_single
 from mpitrain.kernels.reference.norm import layer_norm
 from mpitrain.rng import keep_mask
 
 
+@in_single(0, 0)
 def dropout(x: Array, rows: Array, p: float) -> Array:
     """x / (1 - p) where the random word of (row, column) keeps it, else 0.
 
@@ -22,6 +24,7 @@ def dropout(x: Array, rows: Array, p: float) -> Array:
     return y
 
 
+@in_single(0, 0)
 def residual(x: Array, y: Array, bias: Array | None, rows: Array | None, p: float) -> Array:
     """x + dropout(y + bias): what a branch adds to the stream it left.
 
@@ -42,7 +45,7 @@ def residual(x: Array, y: Array, bias: Array | None, rows: Array | None, p: floa
 def residual_norm(
     x: Array, y: Array, branch_bias: Array | None, rows: Array | None, p: float, weight: Array, bias: Array, eps: float
 ) -> tuple[Array, Array, Array, Array]:
-    """The sum that `residual` makes, and its layer norm while it is at hand.
+    """The sum that `residual` makes, and its layer norm while it is at hand: of halves, that of the rounded sum.
 
     Args:
         x, y, branch_bias, rows, p: as for `residual`.

@@ -7,13 +7,15 @@ import math
 import numpy as np
 
 from mpitrain.backend import Array, array_module
-from mpitrain.kernels.blocks import row_blocks, wide
+from mpitrain.kernels.blocks import row_blocks
+from mpitrain.kernels.reference.halves import in_single
 
 
+@in_single(0, 0)
 def softmax(x: Array, dim: int, mask: Array | None) -> Array:
     """exp(x) over its sum along `dim`; 0 where the bool mask is False, also if it is False for a whole row."""
     xp = array_module(x)
-    y = x.astype(wide(x.dtype), copy=True)
+    y = x.copy()
     if mask is not None:
         xp.copyto(y, -math.inf, where=~mask)
     # A row without any key has maximum -inf; -inf minus the lowest finite number stays -inf, whose exp is 0.
@@ -21,19 +23,19 @@ def softmax(x: Array, dim: int, mask: Array | None) -> Array:
     xp.exp(y, out=y)
     # The largest element contributes exactly 1, so only a row without any key has a sum below 1.
     y /= xp.maximum(y.sum(axis=dim, keepdims=True), 1.0)
-    return y.astype(x.dtype, copy=False)
+    return y
 
 
+@in_single(1, 0)
 def softmax_backward(grad: Array, y: Array, dim: int) -> Array:
     """y (grad - sum(grad y)) along `dim`."""
-    compute = wide(y.dtype)
-    p, g = y.astype(compute, copy=False), grad.astype(compute, copy=False)
-    gp = g * p
-    total = gp.sum(axis=dim, keepdims=True)
-    gp -= p * total
-    return gp.astype(y.dtype, copy=False)
+    dx = grad * y
+    total = dx.sum(axis=dim, keepdims=True)
+    dx -= y * total
+    return dx.astype(y.dtype, copy=False)
 
 
+@in_single(0)
 def cross_entropy(logits: Array, targets: Array, ignore: int) -> tuple[Array, Array]:
     """Sum over rows of log(sum(exp(logits))) - logits[target], rows whose target is `ignore` left out.
 
@@ -51,7 +53,7 @@ def cross_entropy(logits: Array, targets: Array, ignore: int) -> tuple[Array, Ar
     """
     xp = array_module(logits)
     num_rows, width = logits.shape
-    compute = wide(logits.dtype)
+    compute = logits.dtype
     lowest = float(xp.finfo(compute).min)
     if width == 0:
         return xp.zeros((), compute), xp.full(num_rows, lowest, compute)
@@ -60,7 +62,7 @@ def cross_entropy(logits: Array, targets: Array, ignore: int) -> tuple[Array, Ar
     here = valid & (targets >= 0)
     columns = xp.where(here, targets, 0)
     for block in row_blocks(xp, num_rows, width):
-        z = logits[block].astype(compute, copy=False)
+        z = logits[block]
         # -inf less the lowest finite number stays -inf, whose exp is 0.
         highest = xp.maximum(z.max(axis=1, keepdims=True), lowest)
         picked[block] = z[xp.arange(z.shape[0]), columns[block]]
@@ -74,6 +76,7 @@ def cross_entropy(logits: Array, targets: Array, ignore: int) -> tuple[Array, Ar
     return xp.asarray(losses.sum(dtype=np.float64), dtype=compute), lse
 
 
+@in_single(1, 0)
 def cross_entropy_backward(grad: Array, logits: Array, targets: Array, lse: Array, ignore: int) -> Array:
     """grad (exp(logits - lse) - one_hot(target)), exactly 0 in rows that do not count.
 
@@ -84,7 +87,7 @@ def cross_entropy_backward(grad: Array, logits: Array, targets: Array, lse: Arra
     """
     xp = array_module(logits)
     num_rows, width = logits.shape
-    compute = wide(logits.dtype)
+    compute = logits.dtype
     d_logits = xp.empty((num_rows, width), logits.dtype)
     if width == 0:
         return d_logits
@@ -94,7 +97,7 @@ def cross_entropy_backward(grad: Array, logits: Array, targets: Array, lse: Arra
     hot = here.astype(compute)
     scale = xp.where(valid, grad.astype(compute, copy=False), 0).astype(compute, copy=False)[:, None]
     for block in row_blocks(xp, num_rows, width):
-        p = logits[block].astype(compute, copy=False) - lse[block, None]
+        p = logits[block] - lse[block, None]
         xp.exp(p, out=p)
         p[xp.arange(p.shape[0]), columns[block]] -= hot[block]
         xp.multiply(p, scale[block], out=d_logits[block])

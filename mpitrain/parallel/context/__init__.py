@@ -119,6 +119,7 @@ def attention(
     documents: Array | None = None,
     rows: Array | None = None,
     drop: float = 0.0,
+    keep_scores: bool = False,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over whole sequences of which each rank holds a part.   Shard(1) -> Shard(1).
 
@@ -134,6 +135,8 @@ def attention(
             sequence is one document.
         rows: from `attention_rows`, for dropout of the attention weights; None: no dropout.
         drop: the probability with which a weight is dropped.
+        keep_scores: as for `ops.attention`, on an axis of one rank.  Where a sequence is cut, ring and ulysses make the
+            scores again in backward whatever is asked for, and rsa keeps the probabilities.
 
     Returns:
         (b, s/c, heads d).  A query that sees nothing gives 0, and its gradient is exactly 0.
@@ -154,7 +157,9 @@ def attention(
     check(s, heads, kv_heads, axis, kind)
     if axis.size == 1:
         mask = None if documents is None else layout.same_document(documents, documents)
-        return ops.attention(qkv, heads, kv_heads, causal=causal, mask=mask, rows=rows, drop=drop)
+        return ops.attention(
+            qkv, heads, kv_heads, causal=causal, mask=mask, rows=rows, drop=drop, keep_scores=keep_scores
+        )
     if heads % kv_heads or width % (heads + 2 * kv_heads):
         raise ShapeError(
             f"attention over {axis.name}: qkv {qkv.shape} is not (batch, sequence, (heads + 2 kv_heads) * width) for"

@@ -11,6 +11,8 @@ results are merged exactly:
 Backward makes the probabilities of each block again, from lse alone, so the blocks go around once more.  The sum of
 their gradients travels behind them: every rank adds its summand, and one hop more brings it home.
 
+Halves travel as they are; the result so far, and the sums of gradients, are float32 and are rounded at the end.
+
 What waits for backward: qkv, the result, a number a query.  In flight: two blocks, backward also two sums.
 
 Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the merge: Milakov
@@ -25,12 +27,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.autograd.ops.attention import Attention, attend, attend_backward, by_head, merge, split_heads
+from mpitrain.autograd.ops.attention import Attention, attend, attend_backward, by_head, merge, rounded, split_heads
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
-from mpitrain.kernels.blocks import wide
 from mpitrain.parallel.context.hops import BACKWARD, FORWARD, Sums, around
 from mpitrain.parallel.context.layout import positions, same_document, visible
 from mpitrain.spec import Shard
@@ -62,7 +63,6 @@ class RingAttention(Arrow):
         pairing = Pairing(xp, axis, length, zigzag, causal, documents, rows, drop)
         q, k, v = split_heads(qkv, heads, kv_heads)
         own = xp.stack([k, v])
-        q = q.astype(compute, copy=False)
         y = xp.zeros((b, length, heads * q.shape[-1]), compute)
         out = by_head(y, heads, kv_heads)
         lse = xp.full(q.shape[:-1], float(xp.finfo(compute).min), compute)
@@ -70,12 +70,12 @@ class RingAttention(Arrow):
             task = pairing.with_block_of(source)
             if task is None:
                 continue
-            k, v = block[..., task.keys, :].astype(compute, copy=False)
+            k, v = block[..., task.keys, :]
             asking = q[..., task.queries, :]
             more = xp.empty(asking.shape, compute)
             more_lse = attend(asking, k, v, more, **task.how)
             merge(out[..., task.queries, :], lse[..., task.queries], more, more_lse)
-        y = y.astype(qkv.dtype, copy=False)
+        y = rounded(y, qkv.dtype)
         return y, (qkv, documents, rows, y, lse)
 
     @staticmethod
@@ -100,8 +100,7 @@ class RingAttention(Arrow):
         pairing = Pairing(xp, axis, qkv.shape[1], zigzag, causal, documents, rows, drop)
         q, k, v = split_heads(qkv, heads, kv_heads)
         own = xp.stack([k, v])
-        q = q.astype(compute, copy=False)
-        g, y = (by_head(array.astype(compute, copy=False), heads, kv_heads) for array in (grad, y))
+        g, y = (by_head(array, heads, kv_heads) for array in (grad, y))
         d_qkv = xp.zeros(qkv.shape, compute)
         dq, dk, dv = split_heads(d_qkv, heads, kv_heads)
         sums = Sums(xp, axis, own.shape, compute)
@@ -111,7 +110,7 @@ class RingAttention(Arrow):
             if task is None:
                 sums.pass_on()
                 continue
-            k, v = block[..., task.keys, :].astype(compute, copy=False)
+            k, v = block[..., task.keys, :]
             asking = (..., task.queries, slice(None))
             add_q, add_kv = xp.empty(q[asking].shape, compute), xp.empty((2, *k.shape), compute)
             of_block = lse[..., task.queries], add_q, *add_kv
@@ -119,7 +118,7 @@ class RingAttention(Arrow):
             dq[asking] += add_q
             sums.pass_on(task.keys, add_kv)
         dk[...], dv[...] = sums.home()
-        return d_qkv.astype(qkv.dtype, copy=False), None, None
+        return rounded(d_qkv, qkv.dtype), None, None
 
 
 class Task(NamedTuple):

@@ -9,6 +9,8 @@ gradients of all keys, and of all values, is summed and given back by a reduce-s
 the bytes).  The rows of probabilities stay until backward: they are s/c long one way and s the other, so unlike in
 `ring` memory grows with the square of the sequence.  This one is here to be read, and to compare with.
 
+Halves travel as they are; what is computed, and kept, is float32.
+
 Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", arXiv:2105.13120.
 """
 
@@ -19,12 +21,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpitrain import kernels
-from mpitrain.autograd.ops.attention import Attention, by_head, split_heads
+from mpitrain.autograd.ops.attention import Attention, by_head, rounded, split_heads
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, wide
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
-from mpitrain.kernels.blocks import wide
 from mpitrain.kernels.reference.residual import keep_scale
 from mpitrain.parallel.context.layout import positions, same_document
 from mpitrain.rng import keep_mask
@@ -64,7 +65,7 @@ class RsaAttention(Arrow):
         out = by_head(y, heads, kv_heads)
         for block, v_j in ring(axis, v):
             out += dropped[..., block] @ v_j[:, :, None]
-        return y.astype(qkv.dtype, copy=False), (qkv, rows, p)
+        return rounded(y, qkv.dtype), (qkv, rows, p)
 
     @staticmethod
     def backward(
@@ -100,7 +101,7 @@ class RsaAttention(Arrow):
         every_v = ((p * mask).swapaxes(3, 4) @ g).sum(axis=2)
         dk[...] = axis.reduce_scatter(every_k, 2)
         dv[...] = axis.reduce_scatter(every_v, 2)
-        return d_qkv.astype(qkv.dtype, copy=False), None, None
+        return rounded(d_qkv, qkv.dtype), None, None
 
 
 def ring(axis: Communicator, x: Array) -> Iterator[tuple[slice, Array]]:

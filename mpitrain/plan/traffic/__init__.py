@@ -28,6 +28,7 @@ from mpitrain.plan.traffic.messages import (
     context_parallel,
     count,
     gradients,
+    optimizer,
     parameters,
     pipeline,
     tensor_parallel,
@@ -43,6 +44,6 @@ def traffic(step: Step) -> Traffic:
     Gradients are taken to leave in one message for each set of axes; a reducer with buckets sends the same bytes in
     more calls.
     """
-    parts = (tensor_parallel, context_parallel, pipeline, gradients, count)
+    parts = (tensor_parallel, context_parallel, pipeline, gradients, optimizer, count)
     lines = [line._replace(calls=step.row * line.calls) for part in parts for line in part(step)]
     return Traffic(tuple(line for line in (*lines, *agreement(step)) if line.n > 1 and line.calls), step.row)

@@ -28,6 +28,8 @@ def cause_of(axis: str, action: str, path: str, op: str) -> str:
     """
     if axis == "ends":
         return "tied table"
+    if action == "STEP" and axis != "world":
+        return "optimizer"
     if not op:
         return OUTSIDE_OF_OPS.get(action, "other")
     if axis == "cp":

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.backend import wide
+from mpitrain.config import RECOMPUTES
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.blocks import wide
 from mpitrain.models.gpt import GPTConfig
 from mpitrain.parallel.context import KINDS
 from mpitrain.pipeline.partition import Partition, balance
@@ -37,9 +38,15 @@ class Step:
         slices: lengths into which each sequence is cut (TeraPipe); None: sequences stay whole.
         row: steps of a row at whose end loss and norm of all are agreed on at once, as in a pipeline that never drains
             and does not clip; what is sent is then told of the whole row.  1: each step agrees.
+        recompute: what backward makes again instead of keeping it: none, selective (attention scores) or full (blocks).
+        recomputed: names of the parts that are made again as a whole: blocks, or their attention or mlp
+            (`blocks.3`, `blocks.0.mlp`); None: with full all blocks, else none.
+        scaled: residual branches have scales of their own for their gradients; the stream is then in full precision.
+        optimizer: rule that updates the weights; only adafactor sends anything.
 
     Raises:
-        ConfigError: sizes do not divide, there is no such attention, or slices stand with another cut of sequences.
+        ConfigError: sizes do not divide, there is no such attention or recompute, or slices stand with another cut of
+            sequences.
     """
 
     sizes: GPTConfig
@@ -57,6 +64,10 @@ class Step:
     partition: Partition | None = None
     slices: tuple[int, ...] | None = None
     row: int = 1
+    recompute: str = "selective"
+    recomputed: frozenset[str] | None = None
+    scaled: bool = False
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         sizes, groups = self.sizes, self.sizes.groups
@@ -75,6 +86,8 @@ class Step:
                 raise ConfigError(f"{what} {amount} is not divisible by {parts} ({why})")
         if self.cp_attention not in KINDS:
             raise ConfigError(f"context attention {self.cp_attention!r} is not known; known: {', '.join(KINDS)}")
+        if self.recompute not in RECOMPUTES:
+            raise ConfigError(f"recompute {self.recompute!r} is not known; known: {', '.join(RECOMPUTES)}")
         if not 0 <= self.pp_rank < self.pp:
             raise ConfigError(f"there is no rank {self.pp_rank} of pp: it has {self.pp}")
         if self.partition is not None and self.partition.blocks != sizes.layers:
@@ -114,6 +127,31 @@ class Step:
         """Whether the head is on this rank."""
         return self.pp_rank == self.pp - 1
 
+    def is_recomputed(self, block: int, branch: str = "") -> bool:
+        """Whether a block, or at least its `attention` or `mlp`, runs forward once more in backward."""
+        if self.recomputed is None:
+            return self.recompute == "full"
+        name = f"blocks.{block}"
+        return name in self.recomputed or (branch != "" and f"{name}.{branch}" in self.recomputed)
+
+    def again(self, branch: str) -> int:
+        """Blocks on this rank whose attention, or mlp, runs forward twice."""
+        return sum(self.is_recomputed(number, branch) for stage in self.stages for number in self.blocks_of(stage))
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps its scores: where they are asked for, and all keys of a query are here at once."""
+        return self.recompute == "none" and self.cp == 1 and self.slices is None
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the stage that makes the loss."""
+        return self._partition.stages - 1
+
+    def blocks_of(self, stage: int) -> range:
+        """Numbers of the blocks of a stage."""
+        return self._partition.range(stage)
+
     @cached_property
     def _partition(self) -> Partition:
         return balance([1.0] * self.sizes.layers, self.pp) if self.partition is None else self.partition
@@ -142,8 +180,13 @@ class Step:
 
     @property
     def beta(self) -> int:
-        """Bytes of an element of the stream, a weight or a gradient."""
+        """Bytes of an element of what blocks compute with."""
         return int(np.dtype(self.dtype).itemsize)
+
+    @property
+    def beta_stream(self) -> int:
+        """Bytes of an element of the stream, of the token table and of the head."""
+        return self.beta_wide if self.scaled else self.beta
 
     @property
     def beta_wide(self) -> int:

@@ -1,0 +1,38 @@
+"""The owners of memory: their names, which name is the strongest, and the order in which a table shows them.
+
+weights, masters, gradients, optimizer state   of the model, of one version
+weight versions     other versions, where a pipeline updates without draining
+activations         what nodes saved for backward
+recompute scratch   the same on the tapes of second forwards
+values              results of ops that only the running code holds
+value gradients     the same on the way back
+between stages      arrived from a neighbour, or made for one, and not used yet
+messages            sends that are not complete, receives that are posted
+wire scratch        kept by the door for sums in rank order
+batch               tokens of the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WEIGHTS, MASTERS, GRADIENTS, STATE = "weights", "masters", "gradients", "optimizer state"
+VERSIONS, BATCH, ACTIVATIONS, SCRATCH = "weight versions", "batch", "activations", "recompute scratch"
+ARRIVED, MESSAGES, WIRE, PASSING, BACKWARD = "between stages", "messages", "wire scratch", "values", "value gradients"
+
+CLAIMS = (
+    *(PASSING, BACKWARD, MESSAGES, ARRIVED, SCRATCH, ACTIVATIONS, BATCH),
+    *(VERSIONS, GRADIENTS, STATE, MASTERS, WEIGHTS),
+)
+"""The weakest first: a buffer is under the strongest name that was ever given to it."""
+_STRENGTH: Mapping[str, int] = {owner: place for place, owner in enumerate(CLAIMS)}
+OWNERS = (
+    *(WEIGHTS, MASTERS, GRADIENTS, STATE, VERSIONS, ACTIVATIONS, SCRATCH, PASSING, BACKWARD, ARRIVED, MESSAGES, WIRE),
+    BATCH,
+)
+"""In the order of a table."""
+
+
+def strength(owner: str) -> int:
+    """How strong a claim is; the strongest are names that only the caller knows of."""
+    return _STRENGTH.get(owner, len(CLAIMS))

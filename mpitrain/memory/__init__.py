@@ -1,0 +1,1 @@
+"""Activations that do not fit: which of them are made again."""

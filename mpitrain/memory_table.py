@@ -1,0 +1,125 @@
+"""What `--memory` prints: who holds how many bytes on which rank, beside what the formula says, and beside the paper.
+
+    memory after step 1, MiB        now   at peak   largest   predicted   least ... most
+      weights                      1.79      1.79      1.79        1.79   1.79 rank 0 ... 1.79 rank 3
+      activations                  0.00      4.20      4.20        4.20   ...
+
+A block table follows: each tensor that a block keeps for backward, ours and the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpitrain.assemble import build_rows
+from mpitrain.config import Config
+from mpitrain.debug import owners
+from mpitrain.debug.columns import aligned
+from mpitrain.debug.memory import MemoryLedger
+from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.versions import live_versions
+from mpitrain.plan.memory import block_table, model_state, paper, peak, scratch
+from mpitrain.plan.traffic import Step
+
+Found = Mapping[str, Any]
+"""What one rank tells the others: now, at_peak, largest and predicted by owner, total, peak, inside."""
+
+
+def found_here(ledger: MemoryLedger, step: Step, config: Config) -> Found:
+    """What this rank holds, and what was predicted for it."""
+    ledger.settle()
+    return {
+        "now": ledger.now,
+        "at_peak": ledger.at_peak,
+        "largest": ledger.largest,
+        "predicted": predicted(step, config),
+        "total": ledger.total,
+        "peak": ledger.peak,
+        "inside": list(ledger.inside),
+    }
+
+
+def predicted(step: Step, config: Config) -> dict[str, int]:
+    """By owner, for those of which a formula says something."""
+    state = model_state(step, config.optimizer, config.momentum)
+    rule = SCHEDULES[config.schedule_name].versions
+    rows = build_rows(config, step.row)
+    others = live_versions(rows, rule)[step.pp_rank] - 1 if rule else 0
+    return {
+        owners.WEIGHTS: state.weights,
+        owners.MASTERS: state.masters,
+        owners.GRADIENTS: state.gradients,
+        owners.STATE: state.optimizer,
+        owners.VERSIONS: others * state.weights,
+        owners.ACTIVATIONS: peak(step, rows[step.pp_rank]),
+        owners.SCRATCH: scratch(step, rows[step.pp_rank]),
+    }
+
+
+def largest_of_ranks(found: Sequence[Found]) -> dict[str, int]:
+    """owner -> the most that a rank had at its peak, and `all`: the largest peak."""
+    names = [owner for owner in _owners(found) if any(each["at_peak"].get(owner) for each in found)]
+    return {owner: max(each["at_peak"].get(owner, 0) for each in found) for owner in names} | {
+        "all": max(each["peak"] for each in found)
+    }
+
+
+def table(found: Sequence[Found], when: str) -> str:
+    """Owners of the rank that holds most, and where there are several ranks, least and most of all.
+
+    Args:
+        found: of all ranks, in their order.
+        when: "after step 1".
+    """
+    most = max(range(len(found)), key=lambda rank: found[rank]["peak"])
+    of = found[most]
+    unit, name = (2**20, "MiB") if of["peak"] >= 2**20 else (2**10, "KiB")
+    title = f"memory {when}, {name}" + (f", of rank {most}" if len(found) > 1 else "")
+    heads = [title, "now", "at peak", "largest", "predicted"] + (["at peak, all ranks"] if len(found) > 1 else [])
+    lines = [heads]
+    for owner in _owners(found):
+        cells = [_amount(of[column].get(owner, 0), unit) for column in ("now", "at_peak", "largest")]
+        known = of["predicted"].get(owner)
+        cells.append("" if known is None else _amount(known, unit))
+        lines.append([f"  {owner}", *cells, *_span([each["at_peak"].get(owner, 0) for each in found], unit)])
+    sums = [_amount(of["total"], unit), _amount(of["peak"], unit), "", ""]
+    lines.append(["  all", *sums, *_span([each["peak"] for each in found], unit)])
+    nbytes, op, path, total = of["inside"]
+    if total:
+        lines.append([f"  and inside of {op} {path}".rstrip(), "", _amount(nbytes, unit)])
+    return aligned(lines, words=(0, 5))
+
+
+def of_a_block(step: Step) -> str:
+    """The tensors of one block and micro-batch, ours and the paper's, in bytes."""
+    beta = step.beta
+    lines = [[f"a block keeps of a micro-batch, bytes, {step.recompute}", "here", "paper", "more here"]]
+    rows = block_table(step)
+    for name, ours, theirs in rows:
+        lines.append([f"  {name}", f"{ours:,}", f"{theirs:,}", f"{ours - theirs:+,}" if ours != theirs else "0"])
+    here, there = sum(ours for _, ours, _ in rows), sum(theirs for _, _, theirs in rows)
+    lines.append(["  all", f"{here:,}", f"{there:,}", f"{here - there:+,}" if here != there else "0"])
+    sixteen = sum(paper.tensors(step).values())
+    note = f"paper: {paper.formula(step)}"
+    note += f" = {sixteen:,} bytes in 16 bits" + (f"; the column has {beta} bytes a number" if beta != 2 else "")
+    return f"{aligned(lines, words=(0, 5))}\n  {note}, masks of a byte"
+
+
+def _owners(found: Sequence[Found]) -> list[str]:
+    known = [owner for owner in owners.OWNERS if any(each["largest"].get(owner) for each in found)]
+    return known + sorted({owner for each in found for owner in each["largest"]} - {*owners.OWNERS})
+
+
+def _span(amounts: Sequence[int], unit: int) -> list[str]:
+    """`1.20 rank 0 ... 3.40 rank 3`: the ranks with the least and the most; nothing where there is one rank."""
+    if len(amounts) == 1:
+        return []
+    low, high = amounts.index(min(amounts)), amounts.index(max(amounts))
+    if amounts[low] == amounts[high]:
+        return ["the same"]
+    return [f"{_amount(amounts[low], unit)} rank {low} ... {_amount(amounts[high], unit)} rank {high}"]
+
+
+def _amount(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:,.2f}"

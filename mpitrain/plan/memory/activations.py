@@ -1,0 +1,218 @@
+"""What the nodes of a micro-batch keep for backward, array by array: the formula that the memory ledger meets exactly.
+
+Letters as in `plan.traffic`, and a heads and h their width together on this rank of tp; beta bytes of an element, beta'
+of a number in which sums are taken.  With t = 1, no dropout and one head of keys to each of queries a block keeps
+
+    16 beta b s h  +  (4 + a) beta' b s            kernels make scores, masks and the slope's input again or not at all
+
+where the paper has 34 b s h + 5 a s^2 b for beta = 2 (paper.py says which tensors differ, and why).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.backend import wide
+from mpitrain.kernels.blocks import kept_scores
+from mpitrain.plan.traffic.step import Step
+from mpitrain.spec import cut
+
+B, W, B_BEFORE = "B", "W", "B of the slice before"
+"""What frees an array: the half of backward for the inputs, that for the weights, or the B of an earlier slice."""
+
+HASH, NUMBER = np.dtype(np.uint64), np.dtype(np.int64)
+
+
+class Saved(NamedTuple):
+    """An array that waits for backward.
+
+    path: of the module whose node keeps it; name: what it is; shape, dtype; why: who wants it; until: what frees it,
+    the halves of backward being one where a schedule does not part them.
+    """
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    why: str
+    until: str = B
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+class _Sizes:
+    """The shapes of one micro-batch, or of a slice of it, on this rank."""
+
+    def __init__(self, step: Step, part: int) -> None:
+        length = step.lengths[part]
+        self.dtype = np.dtype(step.dtype)
+        self.wide = np.dtype(wide(step.dtype))
+        self.of_stream = self.wide if step.scaled else self.dtype
+        self.tokens = (step.b, length)
+        self.stream = (step.b, length // step.tp if step.is_cut else length)
+        self.rows = math.prod(self.stream)  # of the stream as a matrix
+        self.width = step.sizes.width
+        self.drops = step.sizes.dropout > 0
+
+    def norm(self, path: str, what: str) -> Iterator[Saved]:
+        """A layer norm: its input, and two numbers a row."""
+        shape = (*self.stream, self.width)
+        yield Saved(path, f"input of {what}", shape, self.of_stream, f"{what}: gradient of its input")
+        for number in ("center", "rstd"):
+            yield Saved(path, f"{number} of {what}", (self.rows, 1), self.wide, f"{what}: a number a row")
+
+    def product(self, path: str, what: str, width: int) -> Saved:
+        """The input of a linear layer."""
+        return Saved(path, f"input of {what}", (*self.tokens, width), self.dtype, f"{what}: gradient of its weight", W)
+
+    def dropout(self, path: str, what: str) -> Iterator[Saved]:
+        """Instead of a mask the hash of each row, of which it is made again."""
+        if self.drops:
+            yield Saved(path, f"mask of {what}", self.stream, HASH, "dropout: the mask is made again of a hash a row")
+
+    def again(self, path: str, what: str, dtype: Any) -> Saved:
+        """What a part that runs twice keeps of the stream."""
+        return Saved(path, f"input of {what}", (*self.stream, self.width), dtype, f"{path} is made again from it")
+
+
+def embedding(step: Step, part: int) -> Iterator[Saved]:
+    """Of the first stage, before the blocks; the ids are the batch's own."""
+    yield from _Sizes(step, part).dropout("drop", "drop")
+
+
+def block(step: Step, number: int, part: int) -> Iterator[Saved]:
+    """Of one block, as its nodes keep it; where it is made again as a whole, its inputs alone."""
+    yield from inputs(step, number, part) if step.is_recomputed(number) else inside(step, number, part)
+
+
+def inputs(step: Step, number: int, part: int) -> Iterator[Saved]:
+    """What a block that runs twice keeps: the stream, and what it takes of the slice before."""
+    of, path = _Sizes(step, part), f"blocks.{number}"
+    yield of.again(path, "norm1", of.of_stream)
+    yield from _of_slice_before(step, of, path, part)
+
+
+def _of_slice_before(step: Step, of: _Sizes, path: str, part: int) -> Iterator[Saved]:
+    if part:
+        packed = (step.b, step.lengths[part - 1], step.h + 2 * step.h_kv)
+        yield Saved(path, "keys and values of the slice before", packed, of.dtype, "attention of this slice", B_BEFORE)
+
+
+def inside(step: Step, number: int, part: int) -> Iterator[Saved]:
+    """What the nodes of a block keep, on their tape or on that of the second forward."""
+    of, name, hidden = _Sizes(step, part), f"blocks.{number}", 4 * step.sizes.width // step.tp
+    attention, mlp = f"{name}.attention", f"{name}.mlp"
+    yield from of.norm(f"{name}.norm1", "norm1")
+    if step.is_recomputed(number, "attention") and not step.is_recomputed(number):
+        yield of.again(attention, "qkv", of.dtype)
+        yield from _of_slice_before(step, of, attention, part)
+    else:
+        yield of.product(attention if _is_grouped(step) else f"{attention}.qkv", "qkv", of.width)
+        yield from _attention(step, of, attention)
+    yield from of.dropout(name, "drop1")
+    yield from of.norm(name, "norm2")
+    if step.is_recomputed(number, "mlp") and not step.is_recomputed(number):
+        yield of.again(mlp, "up", of.dtype)
+    else:
+        yield of.product(f"{mlp}.up", "up", of.width)
+        yield Saved(mlp, "gelu", (*of.tokens, hidden), of.dtype, "gelu: its slope, in the place of its input")
+        yield of.product(f"{mlp}.down", "down", hidden)
+    yield from of.dropout(f"{name}.drop2", "drop2")
+
+
+def _attention(step: Step, of: _Sizes, path: str) -> Iterator[Saved]:
+    """Queries, keys and values, the result, a number a query; rsa and `none` the weights themselves."""
+    (b, length), d = of.tokens, step.sizes.width // step.sizes.heads
+    c, kind = step.cp, step.cp_attention if step.cp > 1 else ""
+    whole = c * length
+    heads, kv, queries = step.sizes.heads // step.tp, max(1, step.sizes.groups // step.tp), length
+    if kind == "ulysses":
+        heads, kv, queries = heads // c, kv // c, whole
+    packed = (b, queries, (heads + 2 * kv) * d)
+    yield Saved(path, "queries, keys, values", packed, of.dtype, "attention: makes the scores again")
+    if of.drops:
+        yield Saved(path, "mask of attention", (b, heads, queries), HASH, "dropout: made again of a hash a query")
+    of_heads = (b, kv, heads // kv)
+    if kind == "rsa":
+        yield Saved(path, "softmax", (*of_heads, queries, whole), of.wide, "rsa: whole rows of probabilities")
+    else:
+        yield Saved(path, "lse of attention", (*of_heads, queries), of.wide, "attention: a query's sum of exponentials")
+    if step.keeps_scores:
+        scores = (*of_heads, kept_scores(queries, queries, True))
+        yield Saved(path, "softmax", scores, of.wide, "attention: the scores of keys that are seen")
+    if kind == "ulysses":
+        result = (b, queries, heads * d)
+        yield Saved(path, "output of attention", result, of.dtype, "attention: with its gradient, a number a query")
+    yield of.product(f"{path}.proj" if kind in ("ulysses", "rsa") else path, "proj", step.h)
+
+
+def _is_grouped(step: Step) -> bool:
+    """Whether queries have a projection of their own, without a module of its own."""
+    return step.sizes.groups != step.sizes.heads
+
+
+def head(step: Step, part: int) -> Iterator[Saved]:
+    """Of the last stage, after the blocks: the last norm, the head, the loss; targets are the batch's own."""
+    of = _Sizes(step, part)
+    first, stop = cut(step.sizes.vocab, step.tp, step.tp_rank)
+    tokens = math.prod(of.tokens)
+    yield from of.norm("norm", "norm")
+    yield of.product("head", "head", of.width)._replace(dtype=of.of_stream)
+    yield Saved("gpt", "logits", (*of.tokens, stop - first), logits_dtype(step), "loss: their softmax is its gradient")
+    if step.tp > 1:
+        yield Saved("gpt", "places of targets", (tokens,), NUMBER, "loss: which targets are among this rank's words")
+    yield Saved("gpt", "lse of the loss", (tokens,), of.wide, "loss: the sum of a row's exponentials")
+
+
+def logits_dtype(step: Step) -> Any:
+    """Scores are made in at least float32."""
+    return np.dtype(wide(step.dtype))
+
+
+def of_stage(step: Step, stage: int, part: int = 0) -> list[Saved]:
+    """All that a stage keeps of one micro-batch.
+
+    Args:
+        step: the sizes and the layout.
+        stage: one of `step.stages`.
+        part: number of the slice, where sequences are cut into slices.
+    """
+    parts: list[Iterator[Saved]] = [block(step, number, part) for number in step.blocks_of(stage)]
+    if stage == 0:
+        parts.insert(0, embedding(step, part))
+    if stage == step.last_stage:
+        parts.append(head(step, part))
+    return [saved for of_part in parts for saved in of_part]
+
+
+def by_path(saved: Sequence[Saved]) -> dict[str, int]:
+    """Bytes of each module."""
+    found: dict[str, int] = {}
+    for each in saved:
+        found[each.path] = found.get(each.path, 0) + each.nbytes
+    return {path: nbytes for path, nbytes in found.items() if nbytes}
+
+
+def total(saved: Iterable[Saved], until: str | None = None) -> int:
+    """Bytes of all, or of those that are freed by the same thing."""
+    return sum(each.nbytes for each in saved if until in (None, each.until))
+
+
+def freed(action: str, saved: Sequence[Saved], after: Sequence[Saved], split: bool) -> list[Saved]:
+    """What the end of a B or a W frees.
+
+    Args:
+        action: B or W.
+        saved: what the slice kept.
+        after: what the next slice of the micro-batch kept; empty for the last one.
+        split: whether a schedule parts the two.
+    """
+    gone = [each for each in saved if each.until == action or (not split and each.until in (B, W))]
+    return gone + [each for each in after if each.until == B_BEFORE]

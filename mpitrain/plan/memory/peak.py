@@ -1,0 +1,160 @@
+"""How much of it is alive at once: the micro-batches in flight of a schedule, and what a block is worth.
+
+F of a stage adds what its nodes keep.  B frees all of it, or where a schedule parts the two halves what gradients of
+inputs need; W frees the inputs of products.  So the peak follows from the row of a rank, without running it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.memory.recompute import Segment
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.pipeline.action import Row
+from mpitrain.plan.memory import paper
+from mpitrain.plan.memory.activations import W, block, embedding, freed, head, inputs, inside, of_stage, total
+from mpitrain.plan.traffic.step import Step
+
+
+class BlockBytes(NamedTuple):
+    """What one block and one micro-batch keep for backward.
+
+    kept: by all its nodes; input: where the block is made again as a whole; again: what exists besides while it is, the
+    nodes of its second forward.
+    """
+
+    kept: int
+    input: int
+    again: int
+
+
+def predicted_block_bytes(
+    config: GPTConfig,
+    *,
+    rows: int,
+    dtype: Any = np.float32,
+    tp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+    cp_attention: str = "ring",
+    recompute: str = "selective",
+) -> BlockBytes:
+    """What one block is worth to whoever chooses which blocks run twice; no mesh and no message is needed.
+
+    Args:
+        config: sizes of the model.
+        rows: sequences of a micro-batch.
+        dtype: of the activations.
+        tp, cp, sequence_parallel, cp_attention: the layout.
+        recompute: whether a block that is kept keeps its attention scores (none) or not (selective; also for full).
+
+    Raises:
+        ConfigError: sizes do not divide.
+    """
+    keeping = "none" if recompute == "none" else "selective"
+    step = Step(
+        config, rows, 1, dtype, tp=tp, cp=cp, sequence_parallel=sequence_parallel, cp_attention=cp_attention,
+        recompute=keeping,
+    )  # fmt: skip
+    kept, entry = total(inside(step, 0, 0)), total(inputs(step, 0, 0))
+    return BlockBytes(kept, entry, kept - entry)
+
+
+def block_table(step: Step) -> list[tuple[str, int, int]]:
+    """The tensors of one block and micro-batch: (name, our bytes, the paper's at as many bytes a number)."""
+    number = next((n for stage in step.stages for n in step.blocks_of(stage)), 0)
+    ours: dict[str, int] = {}
+    for saved in block(step, number, 0):
+        ours[saved.name] = ours.get(saved.name, 0) + saved.nbytes
+    recompute = "full" if step.is_recomputed(number) else step.recompute
+    theirs = paper.tensors(step, step.beta, recompute)
+    return [(name, ours.get(name, 0), theirs.get(name, 0)) for name in [*ours, *(n for n in theirs if n not in ours)]]
+
+
+def peak(step: Step, row: Row) -> int:
+    """The largest number of bytes that this rank's tapes hold at the end of an action.
+
+    Args:
+        step: the sizes and the layout.
+        row: this rank's actions (`pipeline.passes.complete`).
+    """
+    split = {action.stage for action in row if action.kind == "W"}
+    parts = range(len(step.lengths))
+    saved = {(stage, part): of_stage(step, stage, part) for stage in step.stages for part in parts}
+    now = most = 0
+    for action in row:
+        here = action.stage, action.part or 0
+        if action.kind == "F":
+            now += total(saved[here])
+            most = max(most, now)
+        elif action.kind in ("B", "W"):
+            after = saved.get((action.stage, here[1] + 1), [])
+            now -= total(freed(action.kind, saved[here], after, action.stage in split))
+    assert now == 0, now
+    return most
+
+
+def scratch(step: Step, row: Row) -> int:
+    """The most bytes that the tapes of second forwards hold, beside the inputs that were kept.
+
+    They are made one after the other, as backward comes to them.  Where a schedule parts backward, each leaves behind
+    what W needs of it.
+
+    Args:
+        step: the sizes and the layout.
+        row: this rank's actions.
+    """
+    split = {action.stage for action in row if action.kind == "W"}
+    now = most = 0
+    for action in row:
+        part = action.part or 0
+        if action.kind not in ("B", "W"):
+            continue
+        for number in reversed(step.blocks_of(action.stage)):
+            for whole, late in _again(step, number, part):
+                if action.kind == "W":
+                    now -= late
+                    continue
+                most = max(most, now + whole)
+                now += late if action.stage in split else 0
+    return most
+
+
+def _again(step: Step, number: int, part: int) -> list[tuple[int, int]]:
+    """Of each part of a block that runs twice: (bytes that its second forward keeps, those of them that W frees)."""
+    nodes = [*inside(step, number, part)]
+    if step.is_recomputed(number):
+        again = [(nodes, "input of norm1")]
+    else:
+        whole = [*inside(replace(step, recomputed=frozenset()), number, part)]
+        branches = (("mlp", "input of up"), ("attention", "input of qkv"))  # as backward meets them
+        again = [
+            ([s for s in whole if s.path.startswith(f"blocks.{number}.{branch}")], "" if step.is_cut else entry)
+            for branch, entry in branches
+            if step.is_recomputed(number, branch)
+        ]
+    return [
+        (total(s for s in of if s.name != entry), total((s for s in of if s.name != entry), W)) for of, entry in again
+    ]
+
+
+def segments_of(step: Step, stage: int) -> list[Segment]:
+    """A stage as `memory.recompute.choose` takes it: its blocks, whole or made again, and what is not made again.
+
+    Args:
+        step: the sizes and the layout; which parts it says are made again does not count.
+        stage: one of `step.stages`.
+    """
+    step = replace(step, recomputed=frozenset())
+    found = [
+        Segment(f"blocks.{number}", total(inside(step, number, 0)), total(inputs(step, number, 0)))
+        for number in step.blocks_of(stage)
+    ]
+    if stage == 0:
+        found.insert(0, Segment("embedding", total(embedding(step, 0))))
+    if stage == step.last_stage:
+        found.append(Segment("head", total(head(step, 0))))
+    return found
