@@ -1,6 +1,6 @@
 """What half precision does to a training run: its loss, and the gradients that halves cannot hold.
 
-    python benchmarks/precision.py                            every run and every look, about five minutes
+    python benchmarks/precision.py                            every run and every look, three to four minutes
     python benchmarks/precision.py --only float32 underflow   these
     python benchmarks/precision.py --show                     measure nothing, print what is kept
     python benchmarks/precision.py --write-docs               figures and plot of docs/explanation/mixed-precision.md

@@ -33,6 +33,7 @@ MORE_TARGETS = 11
 """As an exponent: 1024 targets a step are 2^11 times as few as two million."""
 LEFT, RIGHT = -48, 0
 """Exponents that the plot shows."""
+X_LABEL, Y_LABEL = "exponent: log2 of |gradient|", "% of gradients per power of two"
 
 KINDS = ("activations", "weights")
 
@@ -199,7 +200,7 @@ def picture(found: Result) -> str:
             ]
             lines.append(Line(f"step {step}: {percent(lost(look, kind))} lost", points, colour))
         name = f"Gradients of {kind}"
-        panels.append(Panel(name, lines, "exponent: log2 of |gradient|", "%", log_y=False, log_x=False, bands=bands))
+        panels.append(Panel(name, lines, X_LABEL, Y_LABEL, log_y=False, log_x=False, bands=bands))
     return plots.panels("Which gradients float16 can hold", panels)
 
 

@@ -91,6 +91,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         ConfigError: it cannot fit into this host's memory.
     """
     sizes = gpt_config(config, corpus.vocab_size)
+    dtype = together(mesh.world, lambda: dtype_of(config.dtype))  # a host may lack bfloat16
     partition = build_partition(config, sizes, mesh)
     here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -102,14 +103,14 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         cp_attention=config.cp_attention,
         partition=partition,
         seed=config.seed,
-        dtype=dtype_of(config.dtype),
+        dtype=dtype,
         keep_scores=config.recompute == "none",
         scales=BlockScaler(branches(config.layers)) if config.scaling == "blocks" else None,
     )
     for block in model.blocks:
         block.recompute = config.recompute == "full"
     if config.recompute_modules is not None:
-        mark_recompute(model, config.recompute_modules.split(","), mesh.pp.exchange)
+        mark_recompute(model, [name.strip() for name in config.recompute_modules.split(",")], mesh.pp.exchange)
     if config.recompute_budget is not None:
         mark_recompute(model, _blocks_within(config, mesh, model, config.recompute_budget))
     return model
@@ -226,9 +227,9 @@ def build_scaler(config: Config, model: GPT) -> Scaler | None:
     """What keeps gradients from underflow, or None: then an executor scales those of float16 models of its own."""
     match config.scaling:
         case "dynamic":
-            return LossScaler(config.loss_scale, window=config.loss_scale_window, floor=min(1.0, config.loss_scale))
+            return LossScaler(config.first_scale, window=config.scale_window, floor=min(1.0, config.first_scale))
         case "static":
-            return LossScaler(config.loss_scale, window=0, floor=config.loss_scale)
+            return LossScaler(config.first_scale, window=0, floor=config.first_scale)
         case "blocks":
             assert isinstance(model.scales, BlockScaler)
             return model.scales

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.errors import ConfigError
+
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share their interface but no base class
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -25,12 +27,20 @@ def dtype_of(name: str) -> Any:
     """The dtype of a name of `DTYPES`.
 
     NumPy has no bfloat16; that of ml_dtypes is loaded when it is first asked for.
+
+    Raises:
+        ConfigError: ml_dtypes is not installed.
     """
     assert name in DTYPES, name
     if name != "bfloat16":
         return np.dtype(name)
-    import ml_dtypes
-
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ConfigError(
+            "--dtype bfloat16 needs the package ml_dtypes, which brings the type to NumPy: pip install ml_dtypes.\n"
+            "Or take --dtype float16, which needs none."
+        ) from None
     return np.dtype(ml_dtypes.bfloat16)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ CONTEXT_KINDS = ("ring", "ulysses", "rsa")
 RECOMPUTES = ("none", "selective", "full")
 SCALINGS = ("none", "dynamic", "static", "blocks")
 """How gradients are scaled: not at all, by one power of two that adapts or stays, by a number for each branch."""
+DEFAULT_SCALE = {"loss_scale": 2**16, "loss_scale_window": 1000}
 BUDGET = 255.0  # seconds of training where neither --steps nor --budget is given: a run of five minutes with its start
 
 DEFAULT_EVALUATIONS = 5  # of the validation loss, the last one included
@@ -137,7 +138,9 @@ class Config:
     weight_decay: float = number(0.1, "decoupled weight decay on matrices and embeddings", Interval(0, 10))
     beta1: float = number(0.9, "adamw: decay of the mean of gradients", Interval(0, 1, below=True))
     beta2: float = number(0.99, "adamw: decay of the mean of squared gradients", Interval(0, 1, below=True))
-    eps: float = number(1e-8, "adamw, adafactor: size of a gradient below which it moves ever less", Interval(0, 1))
+    eps: float = number(
+        1e-8, "adamw, adafactor: size of a gradient below which it moves ever less", Interval(0, 1, above=True)
+    )
     momentum: float = number(0.9, "sgd: decay of the velocity", Interval(0, 1, below=True))
     clip: float = number(1.0, "largest global norm of the gradient (0: no clipping)", Interval(0, 10**6))
     loss_scaling: str | None = choice(
@@ -146,10 +149,19 @@ class Config:
         SCALINGS,
         unset="default: dynamic for float16, else none",
     )
-    loss_scale: float = number(
-        2.0**16, "dynamic, static: scale of the loss at the start, a power of two", Interval(2.0**-24, 2.0**40)
+    loss_scale: float | None = number(
+        None,
+        "dynamic, static: scale of the loss at the start, a power of two",
+        Interval(2.0**-24, 2.0**40),
+        unset=f"default: {DEFAULT_SCALE['loss_scale']}",
     )
-    loss_scale_window: int = whole(1000, "dynamic: clean steps after which the scale is doubled", 1, 10**9)
+    loss_scale_window: int | None = whole(
+        None,
+        "dynamic: clean steps after which the scale is doubled",
+        1,
+        10**9,
+        unset=f"default: {DEFAULT_SCALE['loss_scale_window']}",
+    )
 
     recompute: str = choice(
         "selective", "what backward makes again: nothing, attention scores, or whole blocks", RECOMPUTES
@@ -244,7 +256,17 @@ class Config:
     @property
     def scaling(self) -> str:
         """How gradients are scaled."""
-        return self.loss_scaling or ("dynamic" if self.dtype == "float16" else "none")
+        return _scaling(self.loss_scaling, self.dtype)
+
+    @property
+    def first_scale(self) -> float:
+        """The loss scale at the start."""
+        return float(DEFAULT_SCALE["loss_scale"] if self.loss_scale is None else self.loss_scale)
+
+    @property
+    def scale_window(self) -> int:
+        """Clean steps after which the loss scale is doubled."""
+        return DEFAULT_SCALE["loss_scale_window"] if self.loss_scale_window is None else self.loss_scale_window
 
     @property
     def schedule_name(self) -> str:
@@ -283,6 +305,10 @@ class Config:
         return file_text(asdict(self), OPTIONS, GROUPS)
 
 
+def _scaling(asked: str | None, dtype: str) -> str:
+    return asked or ("dynamic" if dtype == "float16" else "none")
+
+
 OPTIONS: Mapping[str, Option] = {field.name: option_of(field.name, field.metadata) for field in fields(Config)}
 
 GROUPS: Mapping[str, str] = {
@@ -308,7 +334,8 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
         saved: settings of a run that goes on, over which file and flags win; those of one start do not count.
 
     A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
-    whatever run.toml says.  So do --steps and --budget replace each other, and another optimizer the learning rate.
+    whatever run.toml says.  So do --steps and --budget replace each other, another optimizer the learning rate, and
+    another loss scaling its scale and window.
 
     Raises:
         ConfigError: see `mpitrain.options`.
@@ -325,8 +352,23 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
         before = merged.get("optimizer", OPTIONS["optimizer"].default)
         if level.get("optimizer", before) != before:
             merged.pop("lr", None)
+        if _scaling_in({**merged, **level}) != _scaling_in(merged):
+            merged = {name: value for name, value in merged.items() if name not in DEFAULT_SCALE}
         merged.update(level)
-    return Config(**merged)
+    return Config(**_without_defaults(merged, given=flags))
+
+
+def _scaling_in(settings: Mapping[str, Any]) -> str:
+    return _scaling(settings.get("loss_scaling"), settings.get("dtype", OPTIONS["dtype"].default))
+
+
+def _without_defaults(settings: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """The same settings: the files of older runs have a scale also where nothing uses one, and then the default."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in given or name not in DEFAULT_SCALE or value != DEFAULT_SCALE[name]
+    }
 
 
 def load(path: str) -> Config:
@@ -335,8 +377,7 @@ def load(path: str) -> Config:
     Raises:
         ConfigError: the file cannot be read or holds what is not allowed; the text names file and key.
     """
-    settings: dict[str, Any] = {**read_file(path, OPTIONS)}
-    return Config(**settings)
+    return Config(**_without_defaults(read_file(path, OPTIONS)))
 
 
 def write(config: Config, path: str) -> None:

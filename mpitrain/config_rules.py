@@ -50,10 +50,7 @@ def check_settings(config: Config) -> None:
             f"--recompute-budget {config.recompute_budget:g} and --recompute full: the budget says which blocks are "
             "made again; leave one of the two out."
         )
-    if math.frexp(config.loss_scale)[0] != 0.5:
-        raise ConfigError(
-            f"--loss-scale {config.loss_scale:g}: must be a power of two, as 65536, or every gradient is rounded twice."
-        )
+    _check_scale(config)
     if config.lr_final and config.lr_schedule not in ("cosine", "linear"):
         raise ConfigError(
             f"--lr-final {config.lr_final:g} is for --lr-schedule cosine and linear: {config.lr_schedule} has no end."
@@ -66,6 +63,24 @@ def check_settings(config: Config) -> None:
         )
     if config.resume == "latest" and config.run is None:
         raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
+
+
+def _check_scale(config: Config) -> None:
+    """A scale and a window where they are used, and a scale that rounds nothing."""
+    scale, window, scaling = config.loss_scale, config.loss_scale_window, config.scaling
+    unless = f", what {config.dtype} has unless told otherwise," if config.loss_scaling is None else ""
+    if scale is not None and scaling not in ("dynamic", "static"):
+        raise ConfigError(
+            f"--loss-scale {scale:g} is for --loss-scaling dynamic and static: {scaling}{unless} does not use it."
+        )
+    if window is not None and scaling != "dynamic":
+        raise ConfigError(
+            f"--loss-scale-window {window} is for --loss-scaling dynamic: {scaling}{unless} does not use it."
+        )
+    if scale is not None and math.frexp(scale)[0] != 0.5:
+        raise ConfigError(
+            f"--loss-scale {scale:g}: must be a power of two, as 65536, or every gradient is rounded twice."
+        )
 
 
 def lr_factors(config: Config) -> list[tuple[str, float]]:

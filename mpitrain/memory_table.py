@@ -10,6 +10,7 @@ A block table follows: each tensor that a block keeps for backward, ours and the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpitrain.assemble import build_rows
@@ -21,6 +22,10 @@ from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.versions import live_versions
 from mpitrain.plan.memory import block_table, model_state, paper, peak, scratch
 from mpitrain.plan.traffic import Step
+
+CORPUS = "corpus"
+KEPT, AGAIN = "kept", "made again"
+SUMS = ("total", "now"), ("peak", "at_peak")  # the sum over the owners of a column
 
 Found = Mapping[str, Any]
 """What one rank tells the others: now, at_peak, largest and predicted by owner, total, peak, inside."""
@@ -85,25 +90,55 @@ def table(found: Sequence[Found], when: str) -> str:
         lines.append([f"  {owner}", *cells, *_span([each["at_peak"].get(owner, 0) for each in found], unit)])
     sums = [_amount(of["total"], unit), _amount(of["peak"], unit), "", ""]
     lines.append(["  all", *sums, *_span([each["peak"] for each in found], unit)])
+    if of["at_peak"].get(CORPUS):
+        sums[:2] = (_amount(of[sum_of] - of[column].get(CORPUS, 0), unit) for sum_of, column in SUMS)
+        rest = [each["peak"] - each["at_peak"].get(CORPUS, 0) for each in found]
+        lines.append(["  all without the corpus", *sums, *_span(rest, unit)])
     nbytes, op, path, total = of["inside"]
     if total:
         lines.append([f"  and inside of {op} {path}".rstrip(), "", _amount(nbytes, unit)])
     return aligned(lines, words=(0, 5))
 
 
-def of_a_block(step: Step) -> str:
+def of_blocks(step: Step) -> str:
+    """What one block of each kind on this rank keeps of a micro-batch, in bytes: kept ones, and ones made again."""
+    kinds: dict[str, list[int]] = {}
+    for number in [number for stage in step.stages for number in step.blocks_of(stage)] or [0]:
+        kinds.setdefault(_made_again(step, number), []).append(number)
+    here = sum(map(len, kinds.values()))
+    tables = []
+    for kind, numbers in kinds.items():
+        others = f", as {len(numbers) - 1} more of {here}" if len(numbers) > 1 else ""
+        which = f"block {numbers[0]}, {kind}{others}," if len(kinds) > 1 else "a block"
+        parts = f", {kind}" if len(kinds) == 1 and kind not in (KEPT, AGAIN) else ""
+        tables.append(_of_a_block(step, numbers[0], which, parts))
+    return "\n\n".join(tables)
+
+
+def _made_again(step: Step, number: int) -> str:
+    if step.is_recomputed(number):
+        return AGAIN
+    parts = [part for part in ("attention", "mlp") if step.is_recomputed(number, part)]
+    return f"its {' and '.join(parts)} {AGAIN}" if parts else KEPT
+
+
+def _of_a_block(step: Step, number: int, which: str, parts: str) -> str:
     """The tensors of one block and micro-batch, ours and the paper's, in bytes."""
-    beta = step.beta
-    lines = [[f"a block keeps of a micro-batch, bytes, {step.recompute}", "here", "paper", "more here"]]
-    rows = block_table(step)
+    way = "full" if step.is_recomputed(number) else step.recompute
+    lines = [[f"{which} keeps of a micro-batch, bytes, {way}{parts}", "here", "paper", "more here"]]
+    rows = block_table(step, number)
     for name, ours, theirs in rows:
         lines.append([f"  {name}", f"{ours:,}", f"{theirs:,}", f"{ours - theirs:+,}" if ours != theirs else "0"])
     here, there = sum(ours for _, ours, _ in rows), sum(theirs for _, _, theirs in rows)
     lines.append(["  all", f"{here:,}", f"{there:,}", f"{here - there:+,}" if here != there else "0"])
-    sixteen = sum(paper.tensors(step).values())
-    note = f"paper: {paper.formula(step)}"
-    note += f" = {sixteen:,} bytes in 16 bits" + (f"; the column has {beta} bytes a number" if beta != 2 else "")
-    return f"{aligned(lines, words=(0, 5))}\n  {note}, masks of a byte"
+    like_it = replace(step, recompute=way)
+    note = f"paper: {paper.formula(like_it)} = {sum(paper.tensors(like_it).values()):,} bytes in 16 bits"
+    note += f", {there:,} with the {step.beta} bytes a number of the column" if step.beta != 2 else ""
+    masks = sum(theirs for name, _, theirs in rows if name.startswith("mask of "))
+    note += "; masks of a byte" if masks else ""
+    if masks and not step.sizes.dropout:
+        note += f"\n  dropout is 0, so no mask is kept here; the paper's are {masks:,} bytes of its sum"
+    return f"{aligned(lines, words=(0, 5))}\n  {note}"
 
 
 def _owners(found: Sequence[Found]) -> list[str]:

@@ -18,6 +18,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from mpitrain.optim.scaler import power
+
 _BOLD, _DIM, _BLUE, _PLAIN = "\033[1m", "\033[2m", "\033[34m", "\033[0m"
 _CLEAR_LINE = "\r\033[K"
 
@@ -44,6 +46,7 @@ def step_line(
     tokens_per_s: float,
     seconds_left: float,
     skipped: bool = False,
+    scales: tuple[float, float] | None = None,
 ) -> str:
     """The line of a logged step; columns stand under one another whatever the values are.
 
@@ -57,12 +60,14 @@ def step_line(
         tokens_per_s: over all ranks.
         seconds_left: until the last step.
         skipped: whether gradients overflowed, so that the step changed nothing.
+        scales: of the loss in this step and in the next, shown behind a skipped step.
     """
     grad = "  skip" if skipped else _fixed(grad_norm, 3, 6)
     val = " " * 10 if val_loss is None else f"val {_fixed(val_loss, 4, 6)}"
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {_fixed(loss, 4, 6)}  {val}  grad {grad}  "
         f"lr {lr:.2e}  {tokens_per_s:>8,.0f} tok/s  left {duration(seconds_left)}"
+        + (f"  scale {' -> '.join(dict.fromkeys(map(power, scales)))}" if skipped and scales is not None else "")
     )
 
 

@@ -13,6 +13,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
 from mpitrain.models.gpt import GPT
+from mpitrain.optim.scaler import power
 from mpitrain.pipeline.partition import describe
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import Costs, simulate
@@ -63,8 +64,8 @@ def _precision(config: Config) -> str:
     masters = "float32 masters, gradients and moments; " if config.dtype in ("float16", "bfloat16") else ""
     scaling = {
         "none": "gradients without a scale",
-        "dynamic": f"loss scale {config.loss_scale:g}, doubled after {config.loss_scale_window} clean steps",
-        "static": f"loss scale {config.loss_scale:g}, fixed",
+        "dynamic": f"loss scale {power(config.first_scale)}, doubled after {config.scale_window} clean steps",
+        "static": f"loss scale {power(config.first_scale)}, fixed",
         "blocks": "a scale for each residual branch, float32 stream",
     }
     return masters + scaling[config.scaling]

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,13 +45,14 @@ from mpitrain.debug.memory import MemoryLedger
 from mpitrain.debug.states import StateChecker
 from mpitrain.errors import CheckpointError, ConfigError, MeshError
 from mpitrain.events import listen
-from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_a_block
+from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
 from mpitrain.memory_table import table as memory_table
 from mpitrain.metrics import MetricsWriter, read_metrics
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
 from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.scaler import power
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
 from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
@@ -63,6 +65,8 @@ BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than 
 LONGEST_ROW = 256  # steps that overlap before the pipeline drains, if neither validation nor a checkpoint drains it
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
 SAMPLE_SHARE = 0.1  # of --timeout: for about so long ranks that wait for the sample hear nothing of it
+SCALING = ("loss_scaling", "loss_scale")
+"""Settings with which a resumed run begins its scales anew."""
 MUST_STAY = ("layers", "width", "heads", "kv_heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
 
@@ -194,6 +198,7 @@ class Training:
         self._lock = together(self.world, lambda: checkpoint.hold(self.folder), here=self.world.rank == 0)
         self.world.board.run_folder = str(self.folder)
         self.seen = 0  # targets learned from
+        self.skipped = 0  # steps of this start whose gradients overflowed
         self._told_of_blocks = False
 
     def run(self) -> None:
@@ -300,7 +305,8 @@ class Training:
             skipped=skipped,
             memory_peak_bytes=peaks,
         )
-        if logged:
+        self.skipped += report.skipped
+        if logged or report.skipped:
             text = step_line(
                 step,
                 steps,
@@ -311,6 +317,7 @@ class Training:
                 tokens_per_s=clock.speed,
                 seconds_left=left,
                 skipped=report.skipped,
+                scales=(report.scale, report.next_scale),
             )
             self.terminal.line(text)
         self.terminal.progress(step, steps, f"loss {loss:.4f}  {clock.speed:,.0f} tok/s  left {duration(left)}")
@@ -325,7 +332,7 @@ class Training:
         self._say(f"\n{memory_table(held, f'after step {step}')}\n")
         if not self._told_of_blocks:
             self._told_of_blocks = True
-            self._say(f"{of_a_block(step_of(self.config, self.mesh, self.model))}\n")
+            self._say(f"{of_blocks(step_of(self.config, self.mesh, self.model))}\n")
 
     def _validate(self) -> float:
         """Loss on the validation text, a mean over all ranks' windows."""
@@ -333,7 +340,11 @@ class Training:
         return self.executor.evaluate(self.tokens.validation(rows, dp.rank, dp.size, self.model.positions_here))
 
     def _finish(self, last: int, steps: int) -> None:
-        """The curve of the run, and a text that the model continues."""
+        """How often gradients overflowed, the curve of the run, and a text that the model continues."""
+        if self.skipped and self.executor.scaler is not None:
+            steps_were = "step was" if self.skipped == 1 else "steps were"
+            branch = "the lowest scale of a branch" if self.config.scaling == "blocks" else "the loss scale"
+            self._say(f"{self.skipped} {steps_were} skipped; {branch} is {power(self.executor.scaler.shown)}")
         curve = self.folder / "loss.svg"
         together(self.world, lambda: self._draw_curve(curve), here=self.reports)
         self._say(f"curve {curve}")
@@ -452,12 +463,24 @@ class Training:
                 "Give the same text with --data PATH, or start a new run."
             )
         optimizer.updates = saved["updates"]
-        if self.executor.scaler is not None and isinstance(saved.get("scaler"), dict):
-            self.executor.scaler.load_state(saved["scaler"])
+        self._resume_scaler(found, saved)
         self.seen = saved["tokens"]
         together(self.world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=self.world.rank == 0)
         self._say(f"go on after step {saved['step']} from {found}\n")
         return int(saved["step"])
+
+    def _resume_scaler(self, found: Path, saved: dict[str, Any]) -> None:
+        """Go on with the scales of gradients, unless other ones were asked for."""
+        scaler, before = self.executor.scaler, saved.get("config")
+        if scaler is None:
+            return
+        asked = [[of.get(name) for name in SCALING] for of in (asdict(self.config), before or {})]
+        if asked[0] != asked[1]:
+            self._say("the scale of the gradients begins anew: other options than before were asked for")
+        elif isinstance(saved.get("scaler"), dict):
+            scaler.load_state(saved["scaler"])
+        else:
+            raise CheckpointError(f"{found} is damaged: its manifest lacks the scale of the gradients.")
 
     def _say(self, text: str) -> None:
         if self.reports:

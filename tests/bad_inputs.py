@@ -205,6 +205,11 @@ _FLAGS = [
     ("a group without a factor", ("--lr-groups", "table.*"), ("--lr-groups table.*", "factor")),
     ("a group of nothing", ("--lr-groups", "a=1,=2"), ("--lr-groups a=1,=2", "pattern")),
     ("a negative factor", ("--lr-groups", "*.bias=-2"), ("--lr-groups *.bias=-2", "0 or more")),
+    ("a scale that is used nowhere", ("--loss-scale", "1024"), ("--loss-scale 1024", "dynamic and static", "float32")),
+    ("one scale for branches", ("--loss-scaling", "blocks", "--loss-scale", "1024"), ("--loss-scale 1024", "blocks")),
+    ("a window of a fixed scale", ("--loss-scaling", "static", "--loss-scale-window", "9"),
+     ("--loss-scale-window 9", "static")),
+    ("a scale that rounds", ("--dtype", "float16", "--loss-scale", "1000"), ("--loss-scale 1000", "power of two")),
     ("resume latest of no run", ("--resume", "latest"), ("--resume latest", "--run DIR")),
     ("a negative rate with exponent", ("--lr", "-1e-3"), ("--lr -1e-3", "from 0 to 10")),
 ]  # fmt: skip

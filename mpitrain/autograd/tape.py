@@ -229,7 +229,7 @@ class Tape:
             if t.tape is not None and t.tape.gone:
                 raise GraphError(
                     f"a value of shape {t.shape} that was made inside of a recomputed function is used outside of it,"
-                    " where its gradient would be lost: the function must return it"
+                    " where its gradient would be lost: the function must return it, in tuples, lists or dicts"
                 )
             slot = self._slots
             self._slots += 1

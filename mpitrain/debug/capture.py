@@ -204,6 +204,7 @@ class _Course:
             if [[name, *_place(tensor)] for name, tensor in of.items()] != places:
                 states[kind] = [[name, *_place(tensor), False] for name, tensor in of.items()]
         facts = {"rank": rank, "executor": self.number, "sizes": dict(mesh.sizes), "coords": dict(mesh.coords)}
+        facts["asked dtype"] = np.dtype(executor.model.asked_dtype).name
         weights = _vector(p.master for p in self.parameters)
         return Record({"is": "begin", **facts, "parameters": slabs, "states": states}, {"weight": weights})
 

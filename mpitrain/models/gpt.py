@@ -32,7 +32,7 @@ from mpitrain.backend import Array, to_device, to_host, wide
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ConfigError, ShapeError
-from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass
+from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass, branches
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Dropout, LayerNorm
 from mpitrain.nn.module import PRECISION, Boundary, Module
@@ -73,6 +73,7 @@ class GPT(Module):
 
     Raises:
         ShapeError: heads, the sequence or the stages do not divide; on every rank, before any message.
+        ConfigError: the scales are those of other branches.
 
     `model(batch)`, where all stages are on this rank, is the sum over the batch's valid targets of the cross-entropy in
     nats: the executor divides by their number over all ranks.  A batch from the host goes to where the weights are.
@@ -96,7 +97,13 @@ class GPT(Module):
         self.config = config
         self.tp = mesh.tp
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.asked_dtype = np.dtype(dtype)
         dtype = np.dtype(dtype if PRECISION.get() is None else PRECISION.get())
+        if scales is not None and list(scales.branches) != branches(config.layers):
+            raise ConfigError(
+                f"the scales are of {len(scales.branches)} branches, the model has {2 * config.layers}: give"
+                " BlockScaler(mpitrain.models.transformer.branches(layers))."
+            )
         self.scales = scales
         self.stream_dtype = dtype if scales is None else wide(dtype)
         cuts = Cuts(mesh, self.sequence_parallel, cp_attention, keep_scores, scales, dtype)

@@ -58,18 +58,22 @@ class Module:
     Attributes:
         flats: the buffers of this rank's parameters, after `materialize`.
         like: an empty array of the model's dtype where it lives, after `materialize`.
+        asked_dtype: of the weights, as the script asks for it; a proof runs in another one all the same.
         seed: of the initial values and of dropout.
         num_stages: stages of the whole model.
         stages: numbers of those that this rank holds, ascending.
+        scales: of the gradients of the model's residual branches (`BlockScaler`); None: they have none.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
     """
 
     flats: list[Flat]
     like: Array
+    asked_dtype: Any = None
     seed: int = 0
     num_stages: int = 1
     stages: tuple[int, ...] = (0,)
     recompute: bool = False
+    scales: Any = None
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -158,6 +162,7 @@ class Module:
                 raise ConfigError(f"two parameters are called {p.name!r}; every parameter needs a name of its own")
             names.add(p.name)
         forced = PRECISION.get()
+        self.asked_dtype = np.dtype(dtype) if self.asked_dtype is None else self.asked_dtype
         dtype = dtype if forced is None else forced
         self.seed = seed
         self.like = xp.empty(0, np.dtype(dtype))
@@ -172,15 +177,15 @@ class Module:
 
 def mark_recompute(
     model: Module,
-    patterns: Sequence[str],
+    patterns: Sequence[str] | str,
     exchange: Callable[[list[bool]], Sequence[list[bool]]] | None = None,
 ) -> list[str]:
     """Mark parts of a model, by their names, to be recomputed in backward.
 
     Args:
         model: built; parts below it can be marked.
-        patterns: names as `blocks.3.mlp`, in which `*` stands for anything between two points: `blocks.*` is every
-            block, and no part of one.
+        patterns: one or several: names as `blocks.3.mlp`, in which `*` stands for anything between two points:
+            `blocks.*` is every block, and no part of one.
         exchange: of the axis over whose ranks the model's parts are divided (`mesh.pp.exchange`), where one rank need
             not hold what a pattern means; None: all of it is here.
 
@@ -190,6 +195,7 @@ def mark_recompute(
     Raises:
         ConfigError: a pattern means no part, on any rank; raised on all, and nothing is marked.
     """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     parts = [module for child in model.children() for module in child.modules() if module.name]
     meant = [[module for module in parts if _matches(module.name, pattern)] for pattern in patterns]
     here = [bool(modules) for modules in meant]

@@ -23,11 +23,22 @@ from typing import Any, Protocol
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
 
+HIGHEST = 2.0**120
+"""Beyond it a scale would not be a float32."""
+
 GROWTH = 2.0 ** (1.0 / 1000.0)
 """Of a branch's scale in a clean step."""
 
 BETWEEN = 125
 """Steps in which a branch's scale is lowered once at most."""
+
+
+def power(scale: float) -> str:
+    """A scale for people: `2^16`, `2^-3`, `1`; of one that is no power of two two digits, `5.8e+03`."""
+    fraction, exponent = math.frexp(scale)
+    if fraction != 0.5:
+        return f"{scale:.2g}"
+    return "1" if exponent == 1 else f"2^{exponent - 1}"
 
 
 class Scaler(Protocol):
@@ -142,19 +153,20 @@ class LossScaler:
         if not overflow:
             self.skipped = 0
             self._clean += 1
-            if self._clean == self.window:
+            if self.window and self._clean >= self.window:
                 self._clean, self._left = 0, self.hysteresis
-                self.scale = min(2.0 * self.scale, 2.0**120)
+                self.scale = min(2.0 * self.scale, HIGHEST)
             return None
         self.skipped += 1
         self._clean = 0
         self._left = max(0, self._left - 1)
         if self.window and not self._left:
             if self.scale == self.floor:
-                return f"gradients overflow even at the lowest loss scale, {self.floor:g}"
+                return f"gradients overflow even at the lowest loss scale, {power(self.floor)}"
             self.scale = max(self.scale / 2.0, self.floor)
         if self.skipped >= self.patience:
-            return f"{self.skipped} steps in a row were skipped (the loss scale is {self.scale:g} by now)"
+            scale = f"is {power(self.scale)} by now" if self.window else f"stays {power(self.scale)}"
+            return f"{self.skipped} steps in a row were skipped (the loss scale {scale})"
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,9 +175,11 @@ class LossScaler:
     def load_state(self, state: Mapping[str, Any]) -> None:
         scale = state.get("scale")
         counts = [state.get(name) for name in ("clean", "left", "skipped")]
-        good = isinstance(scale, float) and 0 < scale < math.inf and math.frexp(scale)[0] == 0.5
+        good = isinstance(scale, float) and self.floor <= scale <= HIGHEST and math.frexp(scale)[0] == 0.5
         if not good or not all(type(count) is int and count >= 0 for count in counts):
-            raise CheckpointError("The saved loss scale is none: it must be a power of two and three counts.")
+            raise CheckpointError(
+                f"The saved loss scale is none: it must be a power of two from {self.floor:g} on, and three counts."
+            )
         self.scale = float(scale)  # type: ignore[arg-type]
         self._clean, self._left, self.skipped = counts  # type: ignore[assignment]
 
@@ -256,7 +270,8 @@ class BlockScaler:
                 self._lowered[k] = self._steps
                 self.scales[k] = max(self.scales[k] / math.sqrt(2.0), self.lowest)
         if self.skipped >= self.patience:
-            return f"{self.skipped} steps in a row were skipped (the lowest scale of a branch is {self.shown:g} by now)"
+            scale = f"is {power(self.shown)} by now"
+            return f"{self.skipped} steps in a row were skipped (the lowest scale of a branch {scale})"
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,7 +285,7 @@ class BlockScaler:
             isinstance(scales, list)
             and isinstance(lowered, list)
             and len(scales) == len(lowered) == n
-            and all(isinstance(scale, float) and 0 < scale < math.inf for scale in scales)
+            and all(isinstance(scale, float) and self.lowest <= scale <= self.highest for scale in scales)
             and all(type(count) is int for count in (*lowered, *counts))
         )
         if not good:

@@ -61,6 +61,12 @@ class Autopsy:
         """What to do about it, where that is not the learning rate; else ''."""
         if self.finding is None:
             return "look at this machine, or see whether --check finds it live"
+        if self.finding.kind == "weight" and self.finding.inputs:
+            return "a lower --lr" + (", or --dtype bfloat16" if self.finding.result.dtype == "float16" else "")
+        if self.finding.is_undefined:
+            place = f" of {self.finding.path}" if self.finding.path else ""
+            op = self.finding.op.removesuffix(".backward")
+            return f"look at what {op}{place} is given: a root or logarithm of a negative number, or 0 / 0"
         if self.finding.result.dtype == "float16" and self.finding.passed and self.finding.kind != "message":
             return "--dtype bfloat16, or smaller values there (a lower --lr, a longer --warmup)"
         return {
@@ -69,6 +75,12 @@ class Autopsy:
             "state": "go on from a checkpoint that was saved before",
             "message": "look at the network and the memory of these hosts",
         }.get(self.finding.kind, "")
+
+    @property
+    def may_be_of_a_scale(self) -> bool:
+        """Whether a lower scale of the gradients may help: they passed a range on their way."""
+        found = self.finding
+        return found is not None and found.direction in ("backward", "communication") and not found.is_undefined
 
 
 def autopsy(executor: Any, batches: Sequence[Any]) -> Autopsy | None:
@@ -149,7 +161,9 @@ def _what(found: Finding) -> str:
         case "message":
             return f"{verb} over {axis} ({found.site}){inside} brought it, though all that was given to it is finite"
         case "data":
-            return f"the batch holds it, in {found.op}"
+            return f"the batch holds it, in {found.op}{f' at {list(found.at)}' if found.at else ''}"
+        case "weight" if found.inputs:
+            return f"the weight {found.path}, is not finite before the step, though it is in {found.inputs[0].dtype}"
         case "weight":
             return f"the weight {found.path} was not finite before the step"
         case "state":

@@ -29,12 +29,12 @@ from mpitrain.backend import Array, array_module, collection_paused, keep_freed_
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.request import Request
 from mpitrain.data.tokens import Batch
-from mpitrain.errors import ScheduleError
+from mpitrain.errors import ConfigError, ScheduleError
 from mpitrain.events import LISTENERS, Event, Listener, tell
 from mpitrain.nn.module import Module
 from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
-from mpitrain.optim.scaler import LossScaler, Scaler
+from mpitrain.optim.scaler import BlockScaler, LossScaler, Scaler
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
 from mpitrain.parallel.stages import Links, pass_through
@@ -107,13 +107,13 @@ class Executor:
         self._rows_of: Callable[[int], Schedule] = rows if callable(rows) else lambda _: rows
         self._rule = versions
         self._plans: dict[int, RowPlan] = {}
+        self.scaler = _scaler_of(model, scaler)
         self.checked = self._plan(1).checked
         self._compare_rows()
         agree_on_arithmetic(mesh.world)
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
         self.reducer = reducer if reducer is not None else FlatReducer(model.flats, mesh)
-        self.scaler = LossScaler() if scaler is None and model.like.dtype == np.float16 else scaler
         self._update = Update(model, optimizer, mesh, clip, lr, versions, self.scaler)
         self.versions = self._update.versions
         self.empty_steps = 0  # steps in which no rank had a valid target
@@ -266,7 +266,7 @@ class Executor:
         return plan
 
     def _compare_rows(self) -> None:
-        """Refuse rows or recomputation that differ between ranks: they would wait for messages that nobody sends.
+        """Refuse rows, recomputation or updates that differ between ranks: messages would not meet, or weights part.
 
         Where steps overlap, those of a few batches tell.
         """
@@ -274,15 +274,23 @@ class Executor:
         text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
         mine = [hashlib.sha256(text.encode()).hexdigest(), self._rule, self.slices and list(self.slices)]
         again = [self.mesh.pp.rank, sorted(module.name for module in self.model.modules() if module.recompute)]
-        told = self.mesh.world.exchange([mine, again])
-        of_stage = {pp_rank: names for _, (pp_rank, names) in reversed(told)}
-        odd = next((rank for rank, (_, (pp_rank, names)) in enumerate(told) if names != of_stage[pp_rank]), None)
+        scaling = None if self.scaler is None else [type(self.scaler).__name__, self.scaler.state_dict()]
+        updating = [type(self.optimizer).__name__, scaling]
+        told = self.mesh.world.exchange([mine, again, updating])
+        of_stage = {pp_rank: names for _, (pp_rank, names), _ in reversed(told)}
+        odd = next((rank for rank, (_, (pp_rank, names), _) in enumerate(told) if names != of_stage[pp_rank]), None)
         if odd is not None:
             raise ScheduleError(
                 f"rank {odd} makes other parts of the model again in backward than the ranks beside it: their messages"
                 " would not meet.\nMark the same modules on all ranks that hold them (mark_recompute)."
             )
-        found = [rows for rows, _ in told]
+        odd = next((rank for rank, (_, _, theirs) in enumerate(told) if theirs != told[0][2]), None)
+        if odd is not None:
+            raise ConfigError(
+                f"rank {odd} updates by {_updating_text(told[odd][2])}, rank 0 by {_updating_text(told[0][2])}: their"
+                " weights would part.\nGive every rank the same optimizer, and a scaler with the same scale."
+            )
+        found = [rows for rows, _, _ in told]
         odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is not None:
             raise ScheduleError(
@@ -492,6 +500,28 @@ class Executor:
             made,
             self.model.like,
         )
+
+
+def _updating_text(updating: Sequence[Any]) -> str:
+    """`AdamW with LossScaler {'scale': 65536.0, ...}`"""
+    optimizer, scaling = updating
+    return f"{optimizer} with {'no scaler' if scaling is None else f'{scaling[0]} {scaling[1]}'}"
+
+
+def _scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
+    """The scaler that is asked for, that of the model's branches, or for float16 one of the loss.
+
+    Raises:
+        ConfigError: the model's branches have other scales than the executor would take off.
+    """
+    if scaler is None:
+        scaler = model.scales
+    elif scaler is not model.scales and (model.scales is not None or isinstance(scaler, BlockScaler)):
+        raise ConfigError(
+            "the branches of the model and the executor must have one scaler: what the one puts on, the other takes"
+            " off.\nMake one BlockScaler, give it to GPT(..., scales=...), and leave the executor's out."
+        )
+    return LossScaler() if scaler is None and model.like.dtype == np.float16 else scaler
 
 
 def _numbers(stages: Sequence[int]) -> str:

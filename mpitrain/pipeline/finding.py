@@ -115,6 +115,7 @@ class Finding:
         result: what is not finite.
         message: where kind is "message": identifies the message on all its ranks.
         verb, axis, site: of it.
+        at: where kind is "data": index of the first element that is NaN or infinity.
     """
 
     kind: str
@@ -131,6 +132,7 @@ class Finding:
     verb: str = ""
     axis: str = ""
     site: str = ""
+    at: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -141,12 +143,20 @@ class Finding:
         """The finding that `to_json` gave, also after JSON made lists of its tuples."""
         known = {field.name: told[field.name] for field in fields(cls)}
         ranges = [_range(one) for one in (known["result"], *known["inputs"])]
-        return replace(cls(**known), order=tuple(known["order"]), result=ranges[0], inputs=tuple(ranges[1:]))
+        return replace(
+            cls(**known), order=tuple(known["order"]), at=tuple(known["at"]), result=ranges[0], inputs=tuple(ranges[1:])
+        )
 
     @property
     def direction(self) -> str:
         """Which pass it belongs to: forward, backward, communication, optimizer or data."""
         return DIRECTIONS.get(self.kind, self.kind)
+
+    @property
+    def is_undefined(self) -> bool:
+        """Whether an op made NaN of numbers too small for a product to pass the range: what it asks has no answer."""
+        known = self.kind in ("forward", "backward") and self.result.nans and not self.result.infs and self.inputs
+        return bool(known) and all(one.largest**2 < LIMITS.get(one.dtype, np.inf) for one in self.inputs)
 
     @property
     def passed(self) -> float | None:

@@ -20,7 +20,7 @@ import numpy as np
 from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tape import PATH
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, to_host
 from mpitrain.comm.wire import is_inexact
 from mpitrain.events import Event
 from mpitrain.nn.module import Module
@@ -152,7 +152,9 @@ class Hunter:
     def _look_at_batch(self, batch: Any) -> None:
         for name, value in _attributes(batch):
             if verdict(value) == BAD:
-                self._found("data", value, "", name)
+                numbers = to_host(value)
+                first = np.argwhere(np.isnan(numbers) | (numbers == np.inf))[0]
+                self._found("data", value, "", name, at=tuple(map(int, first)))
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -286,7 +288,7 @@ class Hunter:
         *,
         early: int = 0,
         number: int | None = None,
-        **message: str,
+        **more: Any,
     ) -> None:
         if self.finding is not None:
             return
@@ -294,7 +296,7 @@ class Hunter:
         action = "" if early or self._action is None else str(self._action)
         micro = order[0] if 0 <= order[0] < AFTER else None
         self.finding = Finding(
-            kind, self.rank, order, self._step, micro, action, path, op, Range.of(array), ranges(inputs), **message
+            kind, self.rank, order, self._step, micro, action, path, op, Range.of(array), ranges(inputs), **more
         )
 
     def _order(self, number: int) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,13 @@ from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.nn.module import Module
 from mpitrain.optim.clip import coefficient, first_not_finite, on_host, scale
 from mpitrain.optim.optimizer import Optimizer
-from mpitrain.optim.scaler import Scaler
+from mpitrain.optim.scaler import LossScaler, Scaler
 from mpitrain.optim.sound import is_sound, look
 from mpitrain.optim.versions import Versions
 from mpitrain.pipeline.autopsy import Autopsy
 
 UNCHANGED = "No weight was changed by this step."
+TOO_LONG = "its square is beyond the precision of the moments"
 UNSOUND = "the optimizer's state is not finite, or negative where it is a mean of squares"
 
 
@@ -37,7 +38,7 @@ class StepReport:
 
     loss: mean over all valid targets of the step, in nats; grad_norm: global, without the scale and before clipping;
     lr: used in this step; targets: how many counted; skipped: whether gradients overflowed, so that no weight was
-    changed; scale: of the gradients in this step, 1 where they have none.
+    changed; scale, next_scale: of the gradients in this step and in the next, 1 where they have none.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class StepReport:
     targets: int
     skipped: bool = False
     scale: float = 1.0
+    next_scale: float = 1.0
 
 
 class NotFinite(Exception):
@@ -56,19 +58,23 @@ class NotFinite(Exception):
         gradient: name of the first gradient that is not; "": all are.
         consequence: what became of the weights.
         way_out: the usual one.
+        lower: the one of gradients that overflow, "" where they do not; it comes first.
     """
 
-    def __init__(self, head: str, gradient: str, consequence: str, way_out: str) -> None:
+    def __init__(self, head: str, gradient: str, consequence: str, way_out: str, lower: str = "") -> None:
         super().__init__(head)
         self._parts = head, gradient, consequence, way_out
+        self._lower = lower
 
     def told(self, found: Autopsy | None) -> NumericsError:
         """The error for the user, with what an autopsy found, if there was one."""
         head, gradient, consequence, way_out = self._parts
         if found is None:
             where = f"; the first gradient that is not: {gradient}" if gradient else ""
-            return NumericsError(f"{head}{where}.\n{consequence}  Way out: {way_out}.")
-        error = NumericsError(f"{head}.\n{found}\n{consequence}  Way out: {found.way_out or way_out}.")
+            return NumericsError(f"{head}{where}.\n{consequence}  Way out: {_joined(self._lower, way_out)}.")
+        lower = self._lower if found.may_be_of_a_scale else ""
+        way_out = _joined(lower, found.way_out or way_out)
+        error = NumericsError(f"{head}.\n{found}\n{consequence}  Way out: {way_out}.")
         error.autopsy = found
         return error
 
@@ -164,7 +170,7 @@ class Update:
         norm = math.nan if any(bad) else math.sqrt(found[1])
         skipped = scaler is not None and any(bad)
         shown = 1.0 if scaler is None else scaler.shown
-        report = self.report = StepReport(mean(found[0], targets), norm, lr, targets, skipped, shown)
+        report = self.report = StepReport(mean(found[0], targets), norm, lr, targets, skipped, shown, shown)
         if unsound:
             self._refuse(report, self._optimizer.updates, UNCHANGED, UNSOUND)
         if not (math.isfinite(report.loss) and (skipped or math.isfinite(norm))):
@@ -174,9 +180,13 @@ class Update:
             why = scaler.settle(bad)
             if why is not None:
                 scaler.load_state(before)  # with which the same step has the same gradients again
-                self._refuse(report, self._optimizer.updates, UNCHANGED, why)
+                self._refuse(report, self._optimizer.updates, UNCHANGED, why, self._lower())
+            report = self.report = replace(report, next_scale=scaler.shown)
         if not skipped:
-            self._rescale(inverses, coefficient(norm, self._clip or None))
+            clipped = coefficient(norm, self._clip or None)
+            if self._parameters and (norm * clipped) ** 2 > np.finfo(self._parameters[0].master.dtype).max:
+                self._refuse(report, self._optimizer.updates, UNCHANGED, f"the gradient norm is {norm:g}: {TOO_LONG}")
+            self._rescale(inverses, clipped)
         return report
 
     def _measure(self, inverses: Sequence[float]) -> Array:
@@ -241,20 +251,29 @@ class Update:
         """Ranks of a tp group hold the same loss; the first one's counts."""
         return loss if self._mesh.coords["tp"] == 0 else 0.0
 
-    def _refuse(self, report: StepReport, updates: int, consequence: str, why: str = "") -> None:
+    def _lower(self) -> str:
+        """The way out of gradients that overflow; '' where there is no scale that could be lower."""
+        scaler = self._scaler
+        adapts = isinstance(scaler, LossScaler) and (scaler.window > 0 or scaler.scale > 1.0)
+        return "a lower --loss-scale" if adapts else ""
+
+    def _refuse(self, report: StepReport, updates: int, consequence: str, why: str = "", lower: str = "") -> None:
         """Raise for a step that came after so many updates; on every rank."""
         bad = self._mesh.world.exchange(first_not_finite(self._parameters))
         where = next((name for name in bad if name), "")
         what = f"the loss is {report.loss} and the gradient norm {report.grad_norm}: not finite"
         clipping = "" if self.versions is not None and self.versions.rule == "newest" else ", or --clip 1"
-        less = "a lower --loss-scale, " if why and why != UNSOUND and self._scaler is not None else ""
-        way_out = f"{less}a lower --lr, a longer --warmup{clipping}"
-        raise NotFinite(f"after {updates} updates {why or what}", where, consequence, way_out)
+        way_out = f"a lower --lr, a longer --warmup{clipping}"
+        raise NotFinite(f"after {updates} updates {why or what}", where, consequence, way_out, lower)
 
     def _counts(self, p: Any) -> bool:
         """Whether this rank counts a parameter in the norm: where it is neither cut nor local, the first rank does."""
         counted_everywhere = [axis for axis in p.spec.norm_axes() if axis != "pp" or not p.spec.tied]
         return all(index == 0 or axis in counted_everywhere for axis, index in self._mesh.coords.items())
+
+
+def _joined(*ways: str) -> str:
+    return ", ".join(way for way in ways if way)
 
 
 def mean(total: float, targets: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpitrain.backend import dtype_of, is_half
 from mpitrain.debug.capture import Record
 from mpitrain.errors import ConfigError
 from mpitrain.options import show
@@ -25,8 +26,10 @@ def one_rank_line(records: Sequence[Record]) -> str:
     begin = next(record for record in records if record.facts["is"] == "begin")
     losses = [record.facts["loss"] for record in steps if "loss" in record.facts]
     course = f", loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
+    dtype = begin.facts["asked dtype"]
+    asked = f"; proved in float64, not {dtype}" if is_half(dtype_of(dtype)) else ""
     kinds = ", ".join(f"{kind.replace('_', ' ').removesuffix('s')}s" for kind in steps[0].arrays)
-    return f"one rank: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}"
+    return f"one rank: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}{asked}"
 
 
 def line(name: str, word: str, detail: str, seconds: float, width: int) -> str:

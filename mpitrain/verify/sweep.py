@@ -156,6 +156,11 @@ def case_of(seed: int) -> Case:
         "lr_schedule": one_of(*LR_SCHEDULES),
         "warmup": one_of(0.03, 1.0),
     }
+    scaling = options["loss_scaling"] or ("dynamic" if options["dtype"] == "float16" else "none")
+    if scaling not in ("dynamic", "static"):
+        options["loss_scale"] = None
+    if scaling != "dynamic":
+        options["loss_scale_window"] = None
     if options["width"] < WIDTH_TO_DROP:
         options["dropout"] = min(options["dropout"], 0.1)
     return Case(seed, layout, vocab, options)

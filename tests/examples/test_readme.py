@@ -102,6 +102,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python {ROOT}/benchmarks/precision.py --show --result none.json",
         "",
     ),
+    # docs/explanation/recompute.md
+    "./run_mpi.sh -n 4 examples/train_gpt.py --recompute full": (
+        f"python examples/train_gpt.py --recompute full --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --recompute-modules 'blocks.*.mlp,blocks.0.attention'": (
+        f"python examples/train_gpt.py --recompute-modules 'blocks.*.mlp,blocks.0.attention' --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --recompute-budget 4": (
+        f"python examples/train_gpt.py --recompute-budget 4 --steps 2 {TINY}",
+        "",
+    ),
     # docs/explanation/partitioning.md
     "./run_mpi.sh -n 4 examples/train_gpt.py --pp 4 --balance flops": (
         f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --balance flops --steps 2 {TINY}",
@@ -277,6 +290,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp2,tp2,sp --layout cp4 --layout pp2,tp2 --first 2 any_layout.py",
         "",
     ),
+    "mpitrain local -n 2 bits.py": ("mpitrain local -n 2 bits.py", ""),
+    "mpitrain local -n 2 bits.py --dtype bfloat16": ("python bits.py --dtype bfloat16", ""),
+    "mpitrain verify --layout dp2 --layout dp4,full bits.py": (
+        "mpitrain verify --layout dp2 --layout dp4,full --first 2 bits.py",
+        "",
+    ),
     # docs/how-to/find-a-mismatch.md
     "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
     # docs/how-to/run-on-a-cluster.md
@@ -292,6 +311,7 @@ SMALLER = {  # how scripts of the documents are made small
     "eager.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
     "stale.py": {"load()": 'load("book.txt")', "range(0, 40, 10)": "range(0, 20, 10)"},
     "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
+    "bits.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
 }
 
 

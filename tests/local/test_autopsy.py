@@ -122,7 +122,7 @@ def test_what_is_spoiled_at_step_three_in_layer_two_on_rank_two_is_named_there(w
     assert (found.direction, found.rank, found.step, found.micro) == (where, 2, 3, 1)
     if where == "data":
         assert found.op == "inputs"
-        assert "the batch holds it, in inputs, on rank 2 at step 3, micro-batch 1 (F1@0)" in text
+        assert "the batch holds it, in inputs at [1, 1], on rank 2 at step 3, micro-batch 1 (F1@0)" in text
         assert text.endswith("Way out: look at this batch of the data.")
     else:
         assert (found.path, found.op) == ("blocks.2", "gelu_tanh" + ".backward" * (where == "backward"))
@@ -319,6 +319,33 @@ def refused(ranks, formula, x, optimizer=Sgd, scaler=None, **how):
     return told[0]
 
 
+@pytest.mark.parametrize(
+    ("op", "formula"),
+    [
+        ("log", lambda mesh: lambda a, batch: ops.log(a * -2.0).sum()),
+        ("sqrt", lambda mesh: lambda a, batch: ops.sqrt(a * -2.0).sum()),
+        ("div", lambda mesh: lambda a, batch: ((a * 0.0) / (a * 0.0)).sum()),
+        ("pow", lambda mesh: lambda a, batch: ((a * -2.0) ** 0.5).sum()),
+    ],
+)
+def test_who_asks_what_has_no_answer_is_told_to_look_at_what_is_given(op, formula):
+    text, found = refused(1, formula, lambda rank: np.zeros(2))
+    assert (found.kind, found.op) == ("forward", op)
+    assert (
+        f"Way out: look at what {op} of formula is given: a root or logarithm of a negative number, or 0 / 0." in text
+    )
+
+
+def test_a_half_whose_master_passed_its_range_is_told_as_that():
+    text, found = refused(
+        1, lambda mesh: lambda a, batch: a.sum(), lambda rank: np.zeros(2), start=7e4, dtype=np.float16
+    )
+    assert (found.kind, found.path) == ("weight", "a, rounded to float16")
+    assert "First: the weight a, rounded to float16, is not finite before the step, though it is in float32" in text
+    assert "In: float32 (2,) 7e+04.  Out: float16 (2,) 2 inf of 2; float16 ends at 65504." in text
+    assert text.endswith("Way out: a lower --lr, or --dtype bfloat16.")
+
+
 class OneOfTwo:
     """A batch of one target, in the first of its micro-batches."""
 
@@ -473,7 +500,7 @@ def test_where_steps_overlap_a_hunter_that_listens_names_the_place():
 
     text, other = LocalWorld(2).run(main)
     assert text == other
-    assert "the batch holds it, in y, on rank 0 at step 1, micro-batch 3 (F3@0)" in text
+    assert "the batch holds it, in y at [0], on rank 0 at step 1, micro-batch 3 (F3@0)" in text
     assert "Steps overlap: weights were changed before this was known." in text
 
 

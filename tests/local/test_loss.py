@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(bad):
         model = Scaled(mesh)
         executor = Executor(model, Sgd(model.parameters(), lr=1.0), mesh, with_update(one_stage(1)))
         with pytest.raises(
-            NumericsError, match=r"the batch holds it, in micros\[0\], on rank 1 at step 1(?s:.)*No weight was"
+            NumericsError, match=r"the batch holds it, in micros\[0\] at \[0\], on rank 1 at step 1(?s:.)*No weight was"
         ):
             executor.step(batches[mesh.world.rank])
         seen.append(float(model.a.data[0]))

@@ -255,6 +255,24 @@ def test_a_block_is_told_beside_the_paper(tmp_path, capsys):
     assert text.count("a block keeps") == 1
     note = f"paper: sbh(34 + 5as/h) = {34 * s * b * h + 5 * heads * s * s * b:,} bytes in 16 bits"
     assert note in text
+    assert f" bytes in 16 bits, {theirs:,} with the 4 bytes a number of the column; masks of a byte\n" in text
+    assert "dropout is 0" not in text
+    whole, rest = (rows_of(text, "memory after step 2, ")[row] for row in ("all", "all without the corpus"))
+    assert float(rest[1]) < float(whole[1])
+
+
+def test_of_blocks_that_differ_one_of_each_kind_is_told(tmp_path, capsys):
+    text, _ = told(tmp_path, capsys, "--layers", "4", "--recompute-modules", "blocks.0,blocks.1.mlp")
+    made = rows_of(text, "block 0, made again, keeps of a micro-batch, bytes, full")
+    part = rows_of(text, "block 1, its mlp made again, keeps of a micro-batch, bytes, selective")
+    kept = rows_of(text, "block 2, kept, as 1 more of 4, keeps of a micro-batch, bytes, selective")
+    assert {*made} == {"input of norm1", "all", next(row for row in made if row.startswith("paper: 2sbh = "))}
+    assert "gelu" in part
+    assert part["gelu"][0] == "0"
+    assert kept["gelu"][0] == kept["gelu"][1] != "0"
+    b, s, h = 16, 32, 32
+    assert text.count(f"dropout is 0, so no mask is kept here; the paper's are {2 * b * s * h:,} bytes") == 2
+    assert text.count("keeps of a micro-batch") == 3
 
 
 @pytest.mark.parametrize(

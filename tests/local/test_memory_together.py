@@ -163,4 +163,5 @@ def test_a_scale_that_falls_to_its_floor_ends_the_run_and_names_the_gradient():
     assert scales == [4096.0, 4096.0, 2048.0, 1024.0, 512.0, 256.0, 128.0, 64.0]
     assert updates == 2
     assert (found.kind, found.rank, found.path, found.step) == ("gradient", 2, "blocks.0.attention.proj.weight", 9)
-    assert "gradients overflow even at the lowest loss scale, 64" in text
+    assert "gradients overflow even at the lowest loss scale, 2^6" in text
+    assert "Way out: a lower --loss-scale, a lower --lr, a longer --warmup, or --clip 1." in text

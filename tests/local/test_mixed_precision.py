@@ -15,14 +15,17 @@ from mpitrain.backend import dtype_of
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
-from mpitrain.errors import ScheduleError
+from mpitrain.errors import ConfigError, NumericsError, ScheduleError
+from mpitrain.metrics import read_metrics
 from mpitrain.models.gpt import GPT
+from mpitrain.models.transformer import branches
 from mpitrain.optim.adam import AdamW
-from mpitrain.optim.scaler import LossScaler
+from mpitrain.optim.scaler import BlockScaler, LossScaler
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.replicas import check_replicas
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.passes import complete
+from mpitrain.train import main
 
 ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of one rounding."""
@@ -98,6 +101,61 @@ def test_scales_of_branches_change_nothing_in_float64():
     for kind in ("gradients", "first_moment", "losses"):
         for name, values in plain[kind].items():
             np.testing.assert_allclose(scaled[kind][name], values, rtol=1e-9, atol=1e-12 * np.abs(values).max())
+
+
+def test_branches_and_executor_have_one_scaler():
+    """What the one puts on, the other takes off: alone, either gives wrong gradients."""
+
+    def main():
+        mesh = Mesh(world())
+        names = branches(checks.SIZES.layers)
+        scales = BlockScaler(names)
+        scaled = GPT(checks.SIZES, mesh, dtype=np.float64, scales=scales)
+        plain = GPT(checks.SIZES, mesh, dtype=np.float64)
+        rows = complete("1f1b", ranks=1, microbatches=1)
+        assert Executor(scaled, AdamW(scaled.parameters()), mesh, rows).scaler is scales
+        for model, scaler in ((scaled, LossScaler()), (scaled, BlockScaler(names)), (plain, BlockScaler(names))):
+            with pytest.raises(ConfigError, match="must have one scaler"):
+                Executor(model, AdamW(model.parameters()), mesh, rows, scaler=scaler)
+        with pytest.raises(ConfigError, match="of 1 branches, the model has 4"):
+            GPT(checks.SIZES, mesh, scales=BlockScaler(["blocks.0."]))
+
+    LocalWorld(1).run(main)
+
+
+@pytest.mark.parametrize("odd", ["scale", "optimizer"])
+def test_ranks_that_would_update_in_different_ways_are_refused_at_the_start(odd):
+    def main():
+        mesh = Mesh(world(), dp=2)
+        model = GPT(checks.SIZES, mesh, seed=3, dtype=np.float16)
+        scaler = LossScaler(2.0 ** (10 + (odd == "scale") * mesh.world.rank))
+        method = Sgd if odd == "optimizer" and mesh.world.rank else AdamW
+        rows = complete("1f1b", ranks=1, microbatches=1)
+        with pytest.raises(ConfigError, match=r"rank 1 updates by .* rank 0 by AdamW with LossScaler"):
+            Executor(model, method(model.parameters()), mesh, rows, scaler=scaler)
+
+    LocalWorld(2).run(main)
+
+
+def test_a_norm_whose_square_is_beyond_the_moments_is_refused_before_the_update():
+    def main():
+        mesh, model, optimizer, executor = built("float32")
+        (batch,) = batches(mesh, model, 0, 1)
+        finish = executor.reducer.finish
+
+        def large():
+            finish()
+            model.head.weight.grad[...] = 2e18
+
+        executor.reducer.finish = large
+        before = [p.master.copy() for p in model.parameters()]
+        with pytest.raises(NumericsError, match="its square is beyond the precision of the moments"):
+            executor.step(batch)
+        for p, master in zip(model.parameters(), before, strict=True):
+            np.testing.assert_array_equal(p.master, master)
+        assert optimizer.updates == 0
+
+    LocalWorld(1).run(main)
 
 
 # ---------------------------------------------------------------------------------------------------- masters
@@ -306,3 +364,36 @@ def test_two_versions_of_the_weights_go_together_with_skipped_steps():
     assert scale == 2.0 ** (24 - sum(skipped))
     with pytest.raises(ScheduleError, match="no step can be skipped by all"):
         on(2, lambda: main("newest", "pipedream"))
+
+
+def test_a_resumed_run_goes_on_with_its_scale_unless_another_is_asked_for(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 200)
+    small = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "16", "--batch", "4", "--steps", "6"]
+    usual = [*small, "--data", str(text), "--sample-length", "0", "--dtype", "float16"]
+
+    def train(*flags):
+        LocalWorld(1).run(lambda: main([*usual, *flags]))
+        name = flags[flags.index("--run") + 1]
+        return [record["loss_scale"] for record in read_metrics(Path(name) / "metrics.jsonl")]
+
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    assert train("--run", run, "--save-every", "3", "--loss-scale-window", "2") == [
+        2.0**16,
+        2.0**16,
+        2.0**17,
+        2.0**17,
+        2.0**18,
+        2.0**18,
+    ]
+    saved = f"{run}/checkpoints/step-00000003"
+    assert train("--run", other, "--resume", saved) == [2.0**17, 2.0**18, 2.0**18]
+    for flags, scales in (
+        (["--loss-scaling", "none"], [1.0] * 3),
+        (["--loss-scale", "1024"], [2.0**10, 2.0**10, 2.0**11]),
+        (["--loss-scaling", "blocks"], [2.0**13] * 3),
+    ):
+        capsys.readouterr()
+        found = train("--run", str(tmp_path / flags[1]), "--resume", saved, *flags)
+        np.testing.assert_allclose(found, scales, rtol=0.01)
+        assert "the scale of the gradients begins anew" in capsys.readouterr().out

@@ -43,6 +43,20 @@ def state(run, step):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.h5"))}
 
 
+def test_every_skipped_step_is_told_with_its_scale_and_the_end_counts_them(tmp_path, text, capsys):
+    flags = ["--dtype", "float16", "--loss-scale", str(2**30), "--steps", "20", "--log-every", "20"]
+    train(2, tmp_path / "run", text, *flags)
+    out = capsys.readouterr().out
+    skipped = [record["step"] for record in metrics(tmp_path / "run") if record["skipped"]]
+    lines = [line for line in out.splitlines() if " skip " in line]
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == skipped
+    assert len(skipped) > 5
+    assert lines[0].endswith("  scale 2^30")
+    assert lines[1].endswith("  scale 2^30 -> 2^29")
+    assert f"\n{len(skipped)} steps were skipped; the loss scale is 2^{31 - len(skipped)}\n" in out
+    assert "loss scale 2^30, doubled after 1000 clean steps" in out
+
+
 def test_a_run_leaves_settings_metrics_curve_and_a_sample(tmp_path, text, capsys):
     run = tmp_path / "run"
     train(3, run, text, "--steps", "6", "--eval-every", "4", "--log-every", "2")

@@ -757,6 +757,11 @@ def test_a_script_is_proven_in_layouts_and_its_words_are_swallowed(script, capsy
     assert worst["why"].startswith("1e-10 x")
 
 
+def test_a_proof_of_halves_says_once_that_it_is_in_double_precision(capsys):
+    assert main(["--layout", "dp2", "--first", "1", "--", "--dtype", "float16", "--layers", "1", "--batch", "8"]) == 0
+    assert capsys.readouterr().out.count("; proved in float64, not float16\n") == 1
+
+
 def test_a_script_that_is_wrong_gets_a_table_a_place_and_a_suspect(script, capsys, tmp_path):
     path = tmp_path / "found.json"
     assert main(["--layout", "dp2,tp2", "--first", "2", "--json", str(path), script, "doubles"]) == 1

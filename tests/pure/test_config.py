@@ -47,6 +47,26 @@ def test_a_model_or_a_budget_among_the_flags_replaces_what_the_file_says_of_it(t
     assert parse(["--config", str(path), "--steps", "11"]).steps == 11
 
 
+def test_a_scale_that_nothing_uses_is_refused_but_not_where_older_runs_wrote_it_down(tmp_path):
+    older = tmp_path / "older.toml"
+    older.write_text("loss_scale = 65536.0\nloss_scale_window = 1000\n")
+    assert load(str(older)) == parse(["--config", str(older)]) == Config()
+    saved = {"loss_scale": 65536.0, "loss_scale_window": 1000, "loss_scaling": "static"}
+    assert parse([], saved) == Config(loss_scaling="static")
+    with pytest.raises(ConfigError, match="--loss-scale 65536 is for --loss-scaling dynamic and static"):
+        parse(["--config", str(older), "--loss-scale", "65536"])
+    older.write_text("loss_scale = 1024.0")
+    with pytest.raises(ConfigError, match="--loss-scale 1024 is for --loss-scaling dynamic and static"):
+        load(str(older))
+
+
+def test_another_loss_scaling_takes_the_scale_of_the_one_before_away():
+    saved = {"dtype": "float16", "loss_scale": 1024.0, "loss_scale_window": 9}
+    assert parse(["--loss-scaling", "dynamic"], saved).first_scale == 1024.0
+    assert parse(["--loss-scaling", "blocks"], saved).loss_scale is None
+    assert parse(["--loss-scaling", "static", "--loss-scale", "8"], saved).first_scale == 8.0
+
+
 def test_the_budget_becomes_steps_once():
     c = Config(budget=60).fixed(3563)
     assert (c.steps, c.budget) == (3563, None)

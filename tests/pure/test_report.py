@@ -28,6 +28,22 @@ def test_the_lines_of_steps_stand_in_columns():
 
 
 @pytest.mark.parametrize(
+    ("scales", "end"),
+    [
+        ((2.0**31, 2.0**30), "  scale 2^31 -> 2^30"),
+        ((2.0**16, 2.0**16), "  scale 2^16"),
+        ((1.0, 0.25), "  scale 1 -> 2^-2"),
+        ((2.0**13, 2.0**12.5), "  scale 2^13 -> 5.8e+03"),
+    ],
+)
+def test_the_line_of_a_skipped_step_ends_with_its_scale(scales, end):
+    assert line(7, skipped=True, scales=scales) == (
+        f"step    7/3563  loss 2.0000              grad   skip  lr 1.00e-03    41,234 tok/s  left 1:30{end}"
+    )
+    assert line(7, scales=scales) == line(7)
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (0, "0:00"),

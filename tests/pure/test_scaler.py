@@ -39,9 +39,18 @@ def test_so_many_skipped_steps_in_a_row_are_enough():
     scaler = LossScaler(2.0**60, patience=20)
     causes = [scaler.settle([True]) for _ in range(20)]
     assert causes[:19] == [None] * 19
-    assert causes[19].startswith("20 steps in a row were skipped")
+    assert causes[19] == "20 steps in a row were skipped (the loss scale is 2^41 by now)"
+    scaler = LossScaler(2.0**30, window=0, patience=1)
+    assert scaler.settle([True]) == "1 steps in a row were skipped (the loss scale stays 2^30)"
     scaler = LossScaler(2.0**60, patience=3)
     assert [scaler.settle([event]) for event in (True, True, False, True, True)] == [None] * 5
+
+
+def test_a_shorter_window_than_clean_steps_so_far_doubles_at_once():
+    """As after a resume with another window."""
+    scaler = LossScaler(4.0, window=2)
+    scaler.load_state({"scale": 4.0, "clean": 7, "left": 1, "skipped": 0})
+    assert run(scaler, [0, 0, 0]) == [8.0, 8.0, 16.0]
 
 
 def test_a_fixed_scale_skips_and_stays():
@@ -114,7 +123,12 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(make):
 
 
 def test_a_state_that_is_none_is_refused():
-    for state in ({}, {"scale": 3.0, "clean": 0, "left": 1, "skipped": 0}, {"scale": 4.0, "clean": -1, "left": 1}):
+    for state in (
+        {},
+        {"scale": 2.0**500, "clean": 0, "left": 1, "skipped": 0},
+        {"scale": 3.0, "clean": 0, "left": 1, "skipped": 0},
+        {"scale": 4.0, "clean": -1, "left": 1},
+    ):
         with pytest.raises(CheckpointError, match="power of two"):
             LossScaler().load_state(state)
     for state in ({}, {"scales": [1.0], "lowered": [0], "steps": 1, "skipped": 0}):

@@ -63,9 +63,15 @@ def predicted_block_bytes(
     return BlockBytes(kept, entry, kept - entry)
 
 
-def block_table(step: Step) -> list[tuple[str, int, int]]:
-    """The tensors of one block and micro-batch: (name, our bytes, the paper's at as many bytes a number)."""
-    number = next((n for stage in step.stages for n in step.blocks_of(stage)), 0)
+def block_table(step: Step, number: int | None = None) -> list[tuple[str, int, int]]:
+    """The tensors of one block and micro-batch: (name, our bytes, the paper's at as many bytes a number).
+
+    Args:
+        step: the sizes and the layout.
+        number: of the block; the first one on this rank unless given.
+    """
+    if number is None:
+        number = next((n for stage in step.stages for n in step.blocks_of(stage)), 0)
     ours: dict[str, int] = {}
     for saved in block(step, number, 0):
         ours[saved.name] = ours.get(saved.name, 0) + saved.nbytes
@@ -120,6 +126,41 @@ def scratch(step: Step, row: Row) -> int:
                     continue
                 most = max(most, now + whole)
                 now += late if action.stage in split else 0
+    return most
+
+
+def peak_with_scratch(step: Step, row: Row) -> int:
+    """The most bytes that this rank's tapes hold at once, those of second forwards among them.
+
+    While backward is at a block that is made again, what it has passed is free.  Where a schedule parts backward it is
+    counted as if it were not, for W still needs some of it.
+
+    Args:
+        step: the sizes and the layout.
+        row: this rank's actions.
+    """
+    split = {action.stage for action in row if action.kind == "W"}
+    parts = range(len(step.lengths))
+    saved = {(stage, part): of_stage(step, stage, part) for stage in step.stages for part in parts}
+    now = most = left = 0
+    for action in row:
+        stage, part = action.stage, action.part or 0
+        if action.kind == "F":
+            now += total(saved[stage, part])
+            most = max(most, now + left)
+        if action.kind not in ("B", "W"):
+            continue
+        behind = total(head(step, part)) if stage == step.last_stage and stage not in split else 0
+        for number in reversed(step.blocks_of(stage)):
+            for whole, late in _again(step, number, part):
+                if action.kind == "W":
+                    left -= late
+                    continue
+                most = max(most, now - behind + left + whole)
+                left += late if stage in split else 0
+            if stage not in split:
+                behind += total(block(step, number, part))
+        now -= total(freed(action.kind, saved[stage, part], saved.get((stage, part + 1), []), stage in split))
     return most
 
 
