@@ -152,7 +152,7 @@ def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
         row=row,
         recompute=config.recompute,
         recomputed=None if as_asked else again,
-        scaled=model.scales is not None,
+        scaled=model.branch_scales is not None,
         optimizer=config.optimizer,
     )
 
@@ -231,8 +231,8 @@ def build_scaler(config: Config, model: GPT) -> Scaler | None:
         case "static":
             return LossScaler(config.first_scale, window=0, floor=config.first_scale)
         case "blocks":
-            assert isinstance(model.scales, BlockScaler)
-            return model.scales
+            assert isinstance(model.branch_scales, BlockScaler)
+            return model.branch_scales
         case _:
             return LossScaler(1.0, window=0) if config.dtype == "float16" else None
 

@@ -414,7 +414,7 @@ class Training:
         """Seconds of a step and of a validation, on the slowest rank; nothing is left of the steps that were timed."""
         config, dp = self.config, self.mesh.dp
         before = [flat.masters.copy() for flat in self.model.flats]
-        scales = None if self.model.scales is None else self.model.scales.state_dict()
+        scales = None if self.model.branch_scales is None else self.model.branch_scales.state_dict()
         self.executor = build_executor(
             config, self.model, build_optimizer(config, self.model, self.mesh), self.mesh, TRIAL_STEPS
         )
@@ -427,7 +427,7 @@ class Training:
             flat.masters[...] = masters
             flat.refresh()
         if scales is not None:
-            self.model.scales.load_state(scales)
+            self.model.branch_scales.load_state(scales)
         slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
         return float(slowest[0]), float(slowest[1])
 

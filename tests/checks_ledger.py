@@ -69,7 +69,7 @@ def built(
         clip=clip,
         versions=versions,
         slices=step.slices,
-        scaler=model.scales,
+        scaler=model.branch_scales,
     )
     numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")

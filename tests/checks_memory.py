@@ -71,7 +71,7 @@ def built(
         (lambda batches: rows(batches=batches)) if versions else rows(),
         versions=versions,
         slices=step.slices,
-        scaler=model.scales,
+        scaler=model.branch_scales,
     )
     numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")

@@ -104,7 +104,7 @@ class GPT(Module):
                 f"the scales are of {len(scales.branches)} branches, the model has {2 * config.layers}: give"
                 " BlockScaler(mpitrain.models.transformer.branches(layers))."
             )
-        self.scales = scales
+        self.branch_scales = scales
         self.stream_dtype = dtype if scales is None else wide(dtype)
         cuts = Cuts(mesh, self.sequence_parallel, cp_attention, keep_scores, scales, dtype)
         self.positions_here = self._positions_here(config, cuts)

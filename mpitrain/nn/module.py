@@ -62,7 +62,7 @@ class Module:
         seed: of the initial values and of dropout.
         num_stages: stages of the whole model.
         stages: numbers of those that this rank holds, ascending.
-        scales: of the gradients of the model's residual branches (`BlockScaler`); None: they have none.
+        branch_scales: of the gradients of the model's residual branches (`BlockScaler`); None: they have none.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
     """
 
@@ -73,7 +73,7 @@ class Module:
     num_stages: int = 1
     stages: tuple[int, ...] = (0,)
     recompute: bool = False
-    scales: Any = None
+    branch_scales: Any = None
 
     def __init__(self, name: str = "") -> None:
         self.name = name

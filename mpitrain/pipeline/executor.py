@@ -515,8 +515,8 @@ def _scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
         ConfigError: the model's branches have other scales than the executor would take off.
     """
     if scaler is None:
-        scaler = model.scales
-    elif scaler is not model.scales and (model.scales is not None or isinstance(scaler, BlockScaler)):
+        scaler = model.branch_scales
+    elif scaler is not model.branch_scales and (model.branch_scales is not None or isinstance(scaler, BlockScaler)):
         raise ConfigError(
             "the branches of the model and the executor must have one scaler: what the one puts on, the other takes"
             " off.\nMake one BlockScaler, give it to GPT(..., scales=...), and leave the executor's out."

@@ -12,6 +12,7 @@ A block of a page is marked by the word behind its opening fence:
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import doctest
 import importlib.util
 import io
@@ -444,6 +445,7 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     alone: dict[str, object] = {"__name__": "page"}
+    settings = contextvars.copy_context()  # what a page sets ends with it
     for block in BLOCKS:
         if block.page != page or block.language != "python" or "file" in block.attributes:
             continue
@@ -453,7 +455,7 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(
             if ranks:
                 LocalWorld(ranks).run(lambda code=code: exec(code, {"__name__": "page"}))
             else:
-                exec(code, alone)
+                settings.run(exec, code, alone)
         if block.shown is not None:
             checker, options = doctest.OutputChecker(), doctest.ELLIPSIS
             same = checker.check_output(block.shown, printed.getvalue(), options)

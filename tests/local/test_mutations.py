@@ -101,7 +101,7 @@ def train(layout: Layout, options: dict[str, Any]) -> float:
     tokens = Tokens(corpus, config.seq_len, config.seed)
     model = build_model(config, corpus, mesh)
     if spread:
-        model.scales.scales[:] = [2.0 ** (5 + 2 * number) for number in range(len(model.scales.scales))]
+        model.branch_scales.scales[:] = [2.0 ** (5 + 2 * number) for number in range(len(model.branch_scales.scales))]
     steps = config.steps or STEPS
     executor = build_executor(config, model, build_optimizer(config, model, mesh), mesh, steps)
     if overflow:
