@@ -80,6 +80,7 @@ class Task(NamedTuple):
 
 
 LR, WEIGHT_DECAY, BETAS, CLIP = 1e-3, 0.1, (0.9, 0.99), 1.0
+SCALE = 2.0**10  # of the loss, in halves
 ADAFACTOR_LR = 0.05
 SEED = 1
 
@@ -109,11 +110,12 @@ class Side(NamedTuple):
 def mpitrain_side(task: Task) -> Side:
     """The side of mpitrain, on NumPy; under mpirun if there is more than one rank."""
     from mpitrain import kernels
-    from mpitrain.backend import dtype_of
+    from mpitrain.backend import dtype_of, is_half
     from mpitrain.comm.mesh import Mesh
     from mpitrain.comm.world import world
     from mpitrain.models.gpt import GPT
     from mpitrain.optim import Adafactor, AdamW, Optimizer
+    from mpitrain.optim.scaler import LossScaler
     from mpitrain.pipeline.executor import Executor
     from mpitrain.pipeline.partition import balance
     from mpitrain.pipeline.passes import complete
@@ -135,7 +137,9 @@ def mpitrain_side(task: Task) -> Side:
     else:
         optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     rows = complete(task.schedule, ranks=task.pp, microbatches=task.microbatches, chunks=task.chunks)
-    executor = Executor(model, optimizer, mesh, rows, clip=CLIP)
+    # At a scale that fits from the start no step is skipped: all sides are the same training.
+    scaler = LossScaler(SCALE) if is_half(model.like.dtype) else None
+    executor = Executor(model, optimizer, mesh, rows, clip=CLIP, scaler=scaler)
     return Side(
         everyone.rank,
         (mesh.dp.rank, mesh.dp.size),
