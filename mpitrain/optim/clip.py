@@ -6,6 +6,9 @@
 Which gradients a rank counts follows from each parameter's spec and is the caller's business, as is the sum over ranks.
 Squares are summed in float64, so the norm of float32 gradients neither overflows nor drifts.
 
+`clip` is the whole of it for a loop of one's own.  The executor takes the parts: there gradients may carry scales, and
+norm, loss and flags share one message (pipeline/update.py).
+
 Paper: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1.
 """
 

@@ -1,7 +1,8 @@
 """Scales of gradients: what keeps float16 gradients above the smallest half, and lowers itself when they overflow.
 
-Half of the gradients of a network lie below 2^-24, where a half is 0.  The chain rule is linear: multiplied by S at its
-seed, every gradient is S times as large, and divided again in float32 before anybody looks at it.
+Gradients may lie below 2^-24, where a half is 0, and many lie where it loses bits.  The chain rule is linear:
+multiplied by S at its seed, every gradient is S times as large, and divided again in float32 before anybody looks at
+it.
 
     LossScaler     one S for all: the seed of backward is S / targets
     BlockScaler    one S_k for each residual branch: gradients carry it inside the branch only

@@ -14,7 +14,6 @@ Messages are posted and waited for here and nowhere else; what they carry is the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -29,16 +28,17 @@ from mpitrain.backend import Array, array_module, collection_paused, keep_freed_
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.request import Request
 from mpitrain.data.tokens import Batch
-from mpitrain.errors import ConfigError, ScheduleError
+from mpitrain.errors import ScheduleError
 from mpitrain.events import LISTENERS, Event, Listener, tell
 from mpitrain.nn.module import Module
 from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
-from mpitrain.optim.scaler import BlockScaler, LossScaler, Scaler
+from mpitrain.optim.scaler import Scaler
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
 from mpitrain.parallel.stages import Links, pass_through
 from mpitrain.pipeline.action import Action, Row, Schedule, row_text
+from mpitrain.pipeline.alike import compare_what_is_given, scaler_of
 from mpitrain.pipeline.autopsy import autopsy
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.flight import Flight, beside, key_of
@@ -105,11 +105,12 @@ class Executor:
         if slices is not None:
             check_takes_slices(model)
         self._rows_of: Callable[[int], Schedule] = rows if callable(rows) else lambda _: rows
-        self._rule = versions
         self._plans: dict[int, RowPlan] = {}
-        self.scaler = _scaler_of(model, scaler)
+        self.scaler = scaler_of(model, scaler)
         self.checked = self._plan(1).checked
-        self._compare_rows()
+        some = (1,) if versions is None else (1, 3)  # where steps overlap, the rows of a few batches tell
+        text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
+        compare_what_is_given(mesh, model, optimizer, self.scaler, [text, versions, self.slices])
         agree_on_arithmetic(mesh.world)
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
@@ -264,39 +265,6 @@ class Executor:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[batches] = plan
         return plan
-
-    def _compare_rows(self) -> None:
-        """Refuse rows, recomputation or updates that differ between ranks: messages would not meet, or weights part.
-
-        Where steps overlap, those of a few batches tell.
-        """
-        some = (1,) if self._rule is None else (1, 3)
-        text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
-        mine = [hashlib.sha256(text.encode()).hexdigest(), self._rule, self.slices and list(self.slices)]
-        again = [self.mesh.pp.rank, sorted(module.name for module in self.model.modules() if module.recompute)]
-        scaling = None if self.scaler is None else [type(self.scaler).__name__, self.scaler.state_dict()]
-        updating = [type(self.optimizer).__name__, scaling]
-        told = self.mesh.world.exchange([mine, again, updating])
-        of_stage = {pp_rank: names for _, (pp_rank, names), _ in reversed(told)}
-        odd = next((rank for rank, (_, (pp_rank, names), _) in enumerate(told) if names != of_stage[pp_rank]), None)
-        if odd is not None:
-            raise ScheduleError(
-                f"rank {odd} makes other parts of the model again in backward than the ranks beside it: their messages"
-                " would not meet.\nMark the same modules on all ranks that hold them (mark_recompute)."
-            )
-        odd = next((rank for rank, (_, _, theirs) in enumerate(told) if theirs != told[0][2]), None)
-        if odd is not None:
-            raise ConfigError(
-                f"rank {odd} updates by {_updating_text(told[odd][2])}, rank 0 by {_updating_text(told[0][2])}: their"
-                " weights would part.\nGive every rank the same optimizer, and a scaler with the same scale."
-            )
-        found = [rows for rows, _, _ in told]
-        odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
-        if odd is not None:
-            raise ScheduleError(
-                f"rank {odd} was given another schedule than rank 0.\nEvery rank needs the rows of all ranks, made from"
-                " the same name, micro-batches, chunks and slices."
-            )
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
@@ -500,28 +468,6 @@ class Executor:
             made,
             self.model.like,
         )
-
-
-def _updating_text(updating: Sequence[Any]) -> str:
-    """`AdamW with LossScaler {'scale': 65536.0, ...}`"""
-    optimizer, scaling = updating
-    return f"{optimizer} with {'no scaler' if scaling is None else f'{scaling[0]} {scaling[1]}'}"
-
-
-def _scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
-    """The scaler that is asked for, that of the model's branches, or for float16 one of the loss.
-
-    Raises:
-        ConfigError: the model's branches have other scales than the executor would take off.
-    """
-    if scaler is None:
-        scaler = model.branch_scales
-    elif scaler is not model.branch_scales and (model.branch_scales is not None or isinstance(scaler, BlockScaler)):
-        raise ConfigError(
-            "the branches of the model and the executor must have one scaler: what the one puts on, the other takes"
-            " off.\nMake one BlockScaler, give it to GPT(..., scales=...), and leave the executor's out."
-        )
-    return LossScaler() if scaler is None and model.like.dtype == np.float16 else scaler
 
 
 def _numbers(stages: Sequence[int]) -> str:

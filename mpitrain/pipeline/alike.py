@@ -1,0 +1,91 @@
+"""What ranks must be given alike, and a model and its executor: compared before the first step.
+
+Ranks with other rows, or other parts that are made again, would wait for messages that nobody sends.  Ranks that update
+in other ways would not wait: their weights would part, and no message would tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpitrain.comm.mesh import Mesh
+from mpitrain.errors import ConfigError, ScheduleError
+from mpitrain.nn.module import Module
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.scaler import BlockScaler, LossScaler, Scaler
+
+
+def scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
+    """The scaler that is asked for, that of the model's branches, or for float16 one of the loss.
+
+    Raises:
+        ConfigError: the model's branches have other scales than the executor would take off.
+    """
+    if scaler is None:
+        scaler = model.branch_scales
+    elif scaler is not model.branch_scales and (model.branch_scales is not None or isinstance(scaler, BlockScaler)):
+        raise ConfigError(
+            "the branches of the model and the executor must have one scaler: what the one puts on, the other takes"
+            " off.\nMake one BlockScaler, give it to GPT(..., scales=...), and leave the executor's out."
+        )
+    return LossScaler() if scaler is None and model.like.dtype == np.float16 else scaler
+
+
+def compare_what_is_given(
+    mesh: Mesh, model: Module, optimizer: Optimizer, scaler: Scaler | None, rows: Sequence[Any]
+) -> None:
+    """Refuse rows, recomputation or updates that differ between ranks.  Collective over the world.
+
+    Args:
+        mesh: the layout.
+        model: whose marked parts are made again in backward; ranks of one stage hold the same.
+        optimizer, scaler: what updates it.
+        rows: all that says in which order ranks work, as JSON holds it.
+
+    Raises:
+        ConfigError: a rank updates in another way.
+        ScheduleError: a rank has other rows, or makes other parts again; either on every rank.
+
+    Cost: one small message.
+    """
+    schedule = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    again = sorted(module.name for module in model.modules() if module.recompute)
+    scaling = None if scaler is None else [type(scaler).__name__, scaler.state_dict()]
+    updating = [type(optimizer).__name__, scaling]
+    told = mesh.world.exchange([schedule, [mesh.pp.rank, again], updating])
+    schedules, marks, updates = zip(*told, strict=True)
+    of_stage = {pp_rank: names for pp_rank, names in reversed(marks)}
+    odd = _first(names != of_stage[pp_rank] for pp_rank, names in marks)
+    if odd is not None:
+        raise ScheduleError(
+            f"rank {odd} makes other parts of the model again in backward than the ranks beside it: their messages"
+            " would not meet.\nMark the same modules on all ranks that hold them (mark_recompute)."
+        )
+    odd = _first(theirs != updates[0] for theirs in updates)
+    if odd is not None:
+        raise ConfigError(
+            f"rank {odd} updates by {_text(updates[odd])}, rank 0 by {_text(updates[0])}: their weights would part.\n"
+            "Give every rank the same optimizer, and a scaler with the same scale."
+        )
+    odd = _first(theirs != schedules[0] for theirs in schedules)
+    if odd is not None:
+        raise ScheduleError(
+            f"rank {odd} was given another schedule than rank 0.\nEvery rank needs the rows of all ranks, made from"
+            " the same name, micro-batches, chunks and slices."
+        )
+
+
+def _first(differs: Any) -> int | None:
+    """The first rank of which it is true."""
+    return next((rank for rank, different in enumerate(differs) if different), None)
+
+
+def _text(updating: Sequence[Any]) -> str:
+    """`AdamW with LossScaler {'scale': 65536.0, ...}`"""
+    optimizer, scaling = updating
+    return f"{optimizer} with {'no scaler' if scaling is None else f'{scaling[0]} {scaling[1]}'}"
