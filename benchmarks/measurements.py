@@ -151,6 +151,7 @@ def pipelines(options: Options) -> Data:
 DTYPES = ("float32", "float16", "bfloat16")
 RECOMPUTES = ("none", "selective", "full")
 OPTIMIZERS = ("adamw", "adafactor")
+EXPERTS = 8
 
 
 def halves(size: str, options: Options) -> Data:
@@ -160,6 +161,39 @@ def halves(size: str, options: Options) -> Data:
         same = [(dtype, "float32") for dtype in DTYPES[1:]]
         found = take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same)
         return {**found, "kernels": started[0].kernels}
+
+
+def experts(size: str, options: Options) -> Data:
+    """One rank with an MLP in each block, and with eight experts of which a token meets one."""
+    dense = task(size)
+    switch = dense._replace(experts=EXPERTS)
+    return _experts(options, {"dense": dense, "switch": switch, "dropless": switch._replace(capacity_factor=None)})
+
+
+def experts_on_ranks(size: str, options: Options) -> Data:
+    """The same global batch on two ranks, which both hold all experts or half of them each."""
+    dense = task(size, ranks=2)
+    switch = dense._replace(experts=EXPERTS)
+    with on_cores(2):
+        return _experts(options, {"dense": dense, "dp 2": switch, "ep 2": switch._replace(ep=2)}, watch=True)
+
+
+def _experts(options: Options, tasks: Mapping[str, Task], **how: Any) -> Data:
+    """Tasks by turns.
+
+    Returns:
+        what `take_turns` gives; kernels; dropped: name -> share of choices without a place, in a step afterwards.
+    """
+    with alive(*(("mpitrain", work, {}) for work in tasks.values())) as started:
+        turns = {name: Turn(processes) for name, processes in zip(tasks, started, strict=True)}
+        same = [("ep 2", "dp 2")] if "ep 2" in tasks else []
+        found = take_turns(turns, rounds=options.rounds, stretch=options.stretch, same=same, **how)
+        looks = {name: turn.processes.look() for name, turn in turns.items()}
+        return {
+            **found,
+            "kernels": started[0].kernels,
+            "dropped": {name: look["dropped"] for name, look in looks.items()},
+        }
 
 
 def recomputes(size: str, options: Options, dtypes: Sequence[str], optimizers: Sequence[str]) -> Data:
@@ -231,6 +265,10 @@ MEASUREMENTS: dict[str, Callable[[Options], Data]] = {
     "bubbles": bubbles,
     "halves mini": lambda options: halves("mini", options),
     "halves S": lambda options: halves("S", options),
+    "experts mini": lambda options: experts("mini", options),
+    "experts S": lambda options: experts("S", options),
+    "experts on two ranks mini": lambda options: experts_on_ranks("mini", options),
+    "experts on two ranks S": lambda options: experts_on_ranks("S", options),
     "memory and time": lambda options: recomputes("S", options, DTYPES[:2], OPTIMIZERS),
     "recompute T 1024": lambda options: recomputes("long", options, DTYPES[:1], OPTIMIZERS[:1]),
     "memory S": lambda options: peak_memory.measure("S", rounds=options.rounds),

@@ -58,7 +58,8 @@ class Panel(NamedTuple):
     """Axes with lines; the legend stands below the title, in rows of two.
 
     linear: whether a thin line shows what grows as x does, through the last point of the first series; log_x: or plain
-    numbers, then points have no dots; bands: behind the lines.
+    numbers, then points have no dots; bands: behind the lines; between: least and greatest y of plain numbers, None:
+    from 0 to what there is.
     """
 
     title: str
@@ -69,6 +70,7 @@ class Panel(NamedTuple):
     linear: bool = False
     log_x: bool = True
     bands: Sequence[Band] = ()
+    between: tuple[float, float] | None = None
 
 
 class Bar(NamedTuple):
@@ -100,7 +102,7 @@ def _panel(panel: Panel) -> list[str]:
     xs = [x for line in panel.lines for x, _ in line.points]
     ys = [y for line in panel.lines for _, y in line.points]
     low_x, high_x = (min(xs) / 1.15, max(xs) * 1.15) if panel.log_x else (min(xs), max(xs))
-    low_y, high_y = (min(ys) / 1.3, max(ys) * 1.3) if panel.log_y else (0.0, max(ys) * 1.08 or 1.0)
+    low_y, high_y = (min(ys) / 1.3, max(ys) * 1.3) if panel.log_y else panel.between or (0.0, max(ys) * 1.08 or 1.0)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = math.log(x / low_x) / math.log(high_x / low_x) if panel.log_x else (x - low_x) / (high_x - low_x)

@@ -205,6 +205,22 @@ def beside(mine: str, other: str) -> Callable[[Data], Figure]:
     return figure
 
 
+def of_experts(mine: str, other: str, third: str) -> Callable[[Data], Figure]:
+    """Tokens/s of one of our own turns over another's, as `beside`; a third one and dropped tokens in the note."""
+
+    def figure(data: Data) -> Figure:
+        found = beside(mine, other)(data)
+        ratios = divided(column(data, third, "tokens_per_s"), column(data, other, "tokens_per_s"))
+        words = [found.note, f"{third} {statistics.median(ratios):.2f}"]
+        words.append(f"{100 * data['dropped'][mine]:.0f} % of the tokens dropped")
+        if "in_messages" in data["rounds"][mine][0]:
+            stood = {side: statistics.median(column(data, side, "in_messages")) for side in (mine, other)}
+            words.append(f"in messages: {', '.join(f'{side} {100 * share:.0f} %' for side, share in stood.items())}")
+        return found._replace(note="; ".join(words))
+
+    return figure
+
+
 def recomputed(recompute: str) -> Callable[[Data], Figure]:
     """Time of a step that makes something again over one that makes nothing again, float32 and AdamW."""
     mine, other = (f"float32, {word}, adamw" for word in (recompute, "none"))
@@ -417,6 +433,28 @@ ROWS = (
         )
         for size in ("mini", "S")
         for dtype in ("float16", "bfloat16")
+    ),
+    *(
+        Row(
+            f"experts-{size}",
+            f"tokens/s with 8 experts, top 1, over the dense twin, {'gpt-mini' if size == 'mini' else size}",
+            f"experts {size}",
+            of_experts("switch", "dense", "dropless"),
+            0.75,
+            None,
+        )
+        for size in ("mini", "S")
+    ),
+    *(
+        Row(
+            f"experts-ep-{size}",
+            f"tokens/s with 8 experts, ep 2 over dp 2, {'gpt-mini' if size == 'mini' else size}, 2 cores",
+            f"experts on two ranks {size}",
+            of_experts("ep 2", "dp 2", "dense"),
+            0.75,
+            None,
+        )
+        for size in ("mini", "S")
     ),
     Row(
         "recompute-selective",

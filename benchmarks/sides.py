@@ -32,6 +32,7 @@ import numpy as np
 from mpitrain.data import corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.models.gpt import GPTConfig
+from mpitrain.routing import DEFAULT_CAPACITY, Routing
 
 SIZES = {
     "mini": {"layers": 2, "width": 128, "heads": 4, "seq_len": 64, "batch": 16},
@@ -46,7 +47,8 @@ class Task(NamedTuple):
 
     batch: sequences of the global batch; ranks: processes of each side; tp, cp, pp, sequence_parallel: how mpitrain
     lays the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule,
-    chunks: of the pipeline; recompute: none, selective or full; optimizer: adamw or adafactor.
+    chunks: of the pipeline; recompute: none, selective or full; optimizer: adamw or adafactor; experts: of the Switch
+    layers in the place of MLPs, 0 for MLPs; capacity_factor: of experts, None for dropless; ep: ranks that share them.
     """
 
     layers: int
@@ -66,12 +68,16 @@ class Task(NamedTuple):
     chunks: int = 1
     recompute: str = "selective"
     optimizer: str = "adamw"
+    experts: int = 0
+    capacity_factor: float | None = DEFAULT_CAPACITY
+    ep: int = 1
 
     @property
     def config(self) -> GPTConfig:
         """The model's sizes."""
         names = ("layers", "width", "heads", "seq_len", "dropout")
-        return GPTConfig(**{name: getattr(self, name) for name in names})
+        routing = Routing(self.experts, capacity_factor=self.capacity_factor) if self.experts else None
+        return GPTConfig(**{name: getattr(self, name) for name in names}, routing=routing)
 
     @property
     def tokens_per_step(self) -> int:
@@ -92,8 +98,8 @@ class Side(NamedTuple):
     over which rows are divided; positions: which tokens of them, None for all; step: trains on this rank's part of a
     global batch with so many targets and returns a loss; meet: a meeting of its ranks; total: whether that loss is the
     whole one on every rank, else the sum over ranks is; before_model: bytes resident when everything was imported and
-    the text was read; kernels: the level in use; look: makes a step and sees which bytes were alive and which
-    operations it took.
+    the text was read; kernels: the level in use; look: makes a step and sees which bytes were alive, which
+    operations it took and which share of the choices of experts was dropped.
     """
 
     rank: int
@@ -123,9 +129,9 @@ def mpitrain_side(task: Task) -> Side:
     everyone = world()
     assert everyone.size == task.ranks, (everyone.size, task.ranks)
     before_model = resident("VmRSS")
-    mesh = Mesh(everyone, tp=task.tp, cp=task.cp, pp=task.pp)
-    embedding, block, head = task.config.flops_of_parts
-    partition = balance([block] * task.layers, task.pp * task.chunks, first=embedding, last=head)
+    mesh = Mesh(everyone, tp=task.tp, cp=task.cp, pp=task.pp, ep=task.ep)
+    embedding, blocks, head = task.config.flops_of_parts
+    partition = balance(blocks, task.pp * task.chunks, first=embedding, last=head)
     layout = {"sequence_parallel": task.sequence_parallel, "partition": partition}
     keep_scores = task.recompute == "none"
     model = GPT(task.config, mesh, seed=SEED, dtype=dtype_of(task.dtype), keep_scores=keep_scores, **layout)
@@ -154,16 +160,23 @@ def mpitrain_side(task: Task) -> Side:
 
 
 def looked(executor: Any, batch: Batch) -> dict[str, Any]:
-    """A step under listeners: bytes by owner when most were alive, their sum, and operations by reason."""
+    """A step under listeners: bytes by owner when most were alive, their sum, operations by reason; share of drops."""
     from mpitrain.debug.flops import AGAIN, BACKWARD, FORWARD, Flops
     from mpitrain.debug.memory import MemoryLedger
     from mpitrain.events import listen
+    from mpitrain.parallel.expert.counted import of_model
 
     ledger, flops = MemoryLedger(), Flops()
     with listen(ledger), listen(flops):
         executor.step(batch)
     counted = {why: flops.total(why) for why in (FORWARD, AGAIN, BACKWARD)}
-    return {"owners": {owner: n for owner, n in ledger.at_peak.items() if n}, "peak": ledger.peak, "flops": counted}
+    loads = of_model(executor.report.counted, executor.report.rows).values()
+    return {
+        "owners": {owner: n for owner, n in ledger.at_peak.items() if n},
+        "peak": ledger.peak,
+        "flops": counted,
+        "dropped": sum(load.dropped_share for load in loads) / max(len(loads), 1),
+    }
 
 
 def torch_side(task: Task, rank: int, rendezvous: str) -> Side:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mpitrain.options import Option
 
 DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS))  # for whoever loads this file by its path
+
+from experts_picture import experts_picture  # noqa: E402
+
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -85,10 +89,13 @@ def collectives_table() -> str:
 
 def layout_words_table() -> str:
     """The words of a layout of `mpitrain verify`."""
-    from mpitrain.verify.layouts import AXES, COUNTS, WAYS
+    from mpitrain.verify.layouts import AXES, COUNTS, PART_OF, WAYS
 
     lines = ["| word | flags | of | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{axis}N` | `{flag} N` | | N ranks on axis {axis} |" for axis, flag in AXES.items()]
+    for axis, flag in AXES.items():
+        whole = PART_OF.get(axis, "")
+        meaning = f"N of the ranks of {whole}, over which experts are spread" if whole else f"N ranks on axis {axis}"
+        lines.append(f"| `{axis}N` | `{flag} N` | {whole} | {meaning} |")
     lines += [f"| `{word}` | `{' '.join(way.flags)}` | {way.axis} | {way.meaning} |" for word, way in WAYS.items()]
     lines += [f"| `{letter}N` | `{c.flag} N` | {c.way} | N {c.meaning} |" for letter, c in COUNTS.items()]
     return "\n".join(lines) + "\n"
@@ -122,13 +129,16 @@ def verify_order_table() -> str:
     """What `mpitrain verify` compares, in its order."""
     from mpitrain.debug.compare import FLOAT64_TOLERANCE
     from mpitrain.verify.judge import EXACT, NUMBERS_AFTER, NUMBERS_BEFORE
+    from mpitrain.verify.routed import CHOICES, SUMS
 
     def bound(kind: str) -> str:
         return "exact" if kind in EXACT else f"{FLOAT64_TOLERANCE:g} of its size"
 
     tensors = f"{FLOAT64_TOLERANCE:g} of the largest element"
     lines = ["| when | what | allowed |", "|---|---|---|", f"| before the first step | initial weights | {tensors} |"]
-    lines.append("| each step | the loss before it is summed, on ranks of one tp axis | the same bits |")
+    lines.append(f"| each step | {CHOICES} of each layer of experts | exact |")
+    lines += [f"| | {kind} | {tensors} |" for kind in SUMS.values()]
+    lines.append("| | the loss before it is summed, on ranks of one tp axis | the same bits |")
     lines += [f"| | {kind} | {bound(kind)} |" for kind in NUMBERS_BEFORE]
     lines.append(f"| | gradients, in the order in which backward makes them final | {tensors} |")
     lines += [f"| | {kind} | {bound(kind)} |" for kind in NUMBERS_AFTER]
@@ -537,6 +547,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "images/recompute.svg": recompute_picture,
     "images/memory.svg": memory_picture,
     "images/learning-rates.svg": rates_picture,
+    "images/experts.svg": experts_picture,
     **{f"images/pipeline-{name}.svg": partial(pipeline_picture, name) for name in _PIPELINES},
 }
 

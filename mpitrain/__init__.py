@@ -28,6 +28,7 @@ _HOMES = {
     "Module": "nn.module",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
+    "Routing": "routing",  # of a mixture of experts
     "MLP": "models.mlp",
     "load": "data.corpus",
     "Tokens": "data.tokens",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.backend import dtype_of
@@ -81,6 +82,7 @@ def gpt_config(config: Config, vocab: int) -> GPTConfig:
         tied=config.tied,
         gelu=config.gelu,
         kv_heads=config.kv_heads,
+        routing=config.routing,
     )
 
 
@@ -95,12 +97,14 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
     partition = build_partition(config, sizes, mesh)
     here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    together(mesh.world, lambda: check_memory(config, sizes.num_parameters, mesh.dp.size, here, memory))
+    counts = sizes.num_parameters, mesh.dp.size, here, memory, sizes.num_expert_parameters
+    together(mesh.world, lambda: check_memory(config, *counts))
     model = GPT(
         sizes,
         mesh,
         sequence_parallel=config.sequence_parallel,
         cp_attention=config.cp_attention,
+        expert_overlap=config.expert_overlap,
         partition=partition,
         seed=config.seed,
         dtype=dtype,
@@ -154,6 +158,8 @@ def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
         recomputed=None if as_asked else again,
         scaled=model.branch_scales is not None,
         optimizer=config.optimizer,
+        ep=mesh.ep.size,
+        expert_overlap=config.expert_overlap,
     )
 
 
@@ -164,19 +170,22 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
     measures them; all ranks get the same answer.
     """
     stages = config.pp * config.num_chunks
-    embedding, block, head = 0.0, 1.0, 0.0
+    blocks: Sequence[float] = [1.0] * sizes.layers
+    embedding, head = 0.0, 0.0
     if config.stage_layers is not None:
         return Partition(tuple(map(int, config.stage_layers.split(","))))
     match config.balance:
         case "parameters":
-            embedding, block, head = sizes.parameters_of_parts
+            embedding, blocks, head = sizes.parameters_of_parts
         case "flops":
-            embedding, block, head = sizes.flops_of_parts
+            embedding, blocks, head = sizes.flops_of_parts
         case "measured" if stages > 1:
             rows = config.batch // (mesh.dp.size * config.microbatches)
-            found = measured_costs(sizes, rows, dtype_of(config.dtype), config.seed) if mesh.world.rank == 0 else None
-            embedding, block, head = mesh.world.exchange(found)[0]
-    return balance([block] * sizes.layers, stages, first=embedding, last=head)
+            found = None
+            if mesh.world.rank == 0:
+                found = measured_costs(sizes, rows, dtype_of(config.dtype), config.seed, ep=mesh.ep.size)
+            embedding, blocks, head = mesh.world.exchange(found)[0]
+    return balance(blocks, stages, first=embedding, last=head)
 
 
 def build_rows(config: Config, batches: int = 1) -> Schedule:
@@ -195,7 +204,8 @@ def slice_lengths(config: Config, sizes: GPTConfig) -> list[int] | None:
     """Lengths into which terapipe cuts each sequence: of one cost, so later ones, which see more keys, are shorter."""
     if config.num_slices == 1:
         return None
-    linear, quadratic = sizes.flops_of_a_token
+    costs = [sizes.flops_of_a_token(block) for block in range(sizes.layers)]
+    linear, quadratic = map(sum, zip(*costs, strict=True))
     return equal_cost_slices(sizes.seq_len, config.num_slices, linear, quadratic)
 
 

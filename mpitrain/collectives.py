@@ -57,9 +57,11 @@ class Arrow(Function):
 
     Class attributes:
         arrow: (state the input must be in, state of the output); `Along("dim")` is Shard(dim), Shard(-1) the last dim.
+        alike: True if all inputs are in that state, parts of what is sent.
     """
 
     linear = (0,)
+    alike: ClassVar[bool] = False
     arrow: ClassVar[tuple[State | Along, State | Along]]
 
     @classmethod

@@ -37,6 +37,7 @@ from mpitrain.options import (
     whole,
 )
 from mpitrain.pipeline.schedules import DEFAULT_CHUNKS, SCHEDULES
+from mpitrain.routing import DEFAULT_BALANCE, DEFAULT_CAPACITY, ROUTERS, Routing, usual_balance, usual_router
 
 MODELS: Mapping[str, Mapping[str, int]] = {
     "gpt-tiny": {"layers": 2, "width": 32, "heads": 2, "seq_len": 32},
@@ -100,6 +101,40 @@ class Config:
     gelu: str = choice("tanh", "GPT-2's approximation of GELU, or the exact one", ("tanh", "erf"))
     dropout: float = number(0.0, "share of activations that are dropped", Interval(0, 1, below=True), metavar="P")
     dtype: str = choice("float32", "precision of weights, activations and messages", DTYPES)
+
+    experts: int | None = whole(
+        None, "a mixture of so many experts in the place of MLPs", 1, 2**16, unset="default: none, MLPs"
+    )
+    top_k: int = whole(1, "experts of a token", 1, 2**16, metavar="K")
+    router: str | None = choice(
+        None,
+        "how tokens choose: top 1, top 2 with a random second, or top k",
+        ROUTERS,
+        unset="default: switch for --top-k 1, gshard for 2, else topk",
+    )
+    capacity_factor: float | None = number(
+        None,
+        "room of all experts, as a multiple of what is chosen; what finds none is dropped",
+        Interval(0, 10**6, above=True),
+        metavar="F",
+        unset=f"default: {DEFAULT_CAPACITY:g}",
+    )
+    dropless: bool = switch(False, "experts take all that come, as they do in evaluation")
+    renormalize: bool = switch(False, "--router topk: the weights of a token's experts sum to 1")
+    moe_every: int = whole(1, "experts in every so manieth block, in the others MLPs", 1, 1000)
+    balance_loss: float | None = number(
+        None,
+        "coefficient of the loss that spreads tokens over experts",
+        Interval(0, 10**9),
+        metavar="A",
+        unset=f"default: {DEFAULT_BALANCE:g}, gshard {DEFAULT_BALANCE:g} times the square of --experts",
+    )
+    z_loss: float = number(
+        0.0, "coefficient of the loss that keeps router logits small", Interval(0, 10**6), metavar="A"
+    )
+    jitter: float = number(
+        0.0, "noise on the router's input in training, as a share of it", Interval(0, 1, below=True), metavar="E"
+    )
 
     data: str | None = text(
         None,
@@ -195,6 +230,8 @@ class Config:
     dp: int | None = whole(None, "ranks over which the batch is divided", 1, 2**20, unset="default: all that are left")
     tp: int = whole(1, "ranks over which every layer is cut: heads, hidden units, vocabulary", 1, 2**20)
     sequence_parallel: bool = switch(False, "cut norms, dropouts and residuals over --tp too, along the sequence")
+    ep: int = whole(1, "ranks of --dp over which experts are spread", 1, 2**20)
+    expert_overlap: bool = switch(False, "half of a rank's experts work while the tokens of the other half travel")
     cp: int = whole(1, "ranks over which every sequence is cut", 1, 2**20)
     cp_attention: str = choice("ring", "how attention reaches the keys of other ranks of --cp", CONTEXT_KINDS)
     reducer: str = choice("flat", "gradients in one message, or in buckets during backward", ("flat", "bucketed"))
@@ -269,6 +306,26 @@ class Config:
         return DEFAULT_SCALE["loss_scale_window"] if self.loss_scale_window is None else self.loss_scale_window
 
     @property
+    def routing(self) -> Routing | None:
+        """The numbers of the mixture of experts; None: there is none."""
+        if self.experts is None:
+            return None
+        router = self.router or usual_router(self.top_k)
+        balance = usual_balance(router, self.experts) if self.balance_loss is None else self.balance_loss
+        capacity = DEFAULT_CAPACITY if self.capacity_factor is None else self.capacity_factor
+        return Routing(
+            experts=self.experts,
+            top_k=self.top_k,
+            router=router,
+            capacity_factor=None if self.dropless else capacity,
+            renormalize=self.renormalize,
+            balance_loss=balance,
+            z_loss=self.z_loss,
+            jitter=self.jitter,
+            every=self.moe_every,
+        )
+
+    @property
     def schedule_name(self) -> str:
         """The schedule that is run: one stage has nothing to put in order, so there all are the same."""
         return self.schedule if self.pp > 1 else "1f1b"
@@ -313,6 +370,7 @@ OPTIONS: Mapping[str, Option] = {field.name: option_of(field.name, field.metadat
 
 GROUPS: Mapping[str, str] = {
     "model": "Model",
+    "experts": "Mixture of experts",
     "data": "Data",
     "batch": "Training",
     "recompute": "Memory",

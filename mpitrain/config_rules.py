@@ -51,6 +51,7 @@ def check_settings(config: Config) -> None:
             "made again; leave one of the two out."
         )
     _check_scale(config)
+    _check_experts(config)
     if config.lr_final and config.lr_schedule not in ("cosine", "linear"):
         raise ConfigError(
             f"--lr-final {config.lr_final:g} is for --lr-schedule cosine and linear: {config.lr_schedule} has no end."
@@ -80,6 +81,55 @@ def _check_scale(config: Config) -> None:
     if scale is not None and math.frexp(scale)[0] != 0.5:
         raise ConfigError(
             f"--loss-scale {scale:g}: must be a power of two, as 65536, or every gradient is rounded twice."
+        )
+
+
+OF_EXPERTS = {
+    "top_k": 1,
+    "router": None,
+    "capacity_factor": None,
+    "dropless": False,
+    "renormalize": False,
+    "moe_every": 1,
+    "balance_loss": None,
+    "z_loss": 0.0,
+    "jitter": 0.0,
+    "ep": 1,
+    "expert_overlap": False,
+}
+"""Options that mean nothing where there are no experts, and what they are then."""
+
+
+def _check_experts(config: Config) -> None:
+    """Options of experts where there are some, and numbers of them that go together."""
+    routing = config.routing
+    if routing is None:
+        given = [name for name, unset in OF_EXPERTS.items() if getattr(config, name) != unset]
+        if given:
+            value = getattr(config, given[0])
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')}{'' if value is True else f' {value}'} is for a mixture of experts: "
+                "give their number with --experts."
+            )
+        return
+    if config.dropless and config.recompute_budget is not None:
+        raise ConfigError(
+            f"--dropless and --recompute-budget {config.recompute_budget:g}: how many tokens an expert takes is only "
+            "known when they come, so no budget can be kept.\nGive --capacity-factor, or take --recompute full."
+        )
+    if config.dropless and config.capacity_factor is not None:
+        raise ConfigError(
+            f"--dropless and --capacity-factor {config.capacity_factor:g}: experts that take all that come have no "
+            "capacity; leave one of the two out."
+        )
+    if config.moe_every > config.layers:
+        raise ConfigError(f"--moe-every {config.moe_every}: no block of --layers {config.layers} would have experts.")
+    if config.experts is not None and config.experts % config.ep:
+        raise ConfigError(f"--experts {config.experts} is not divisible by --ep {config.ep}: ranks hold as many each.")
+    if config.expert_overlap and (config.ep == 1 or config.experts == config.ep):
+        why = "no tokens travel" if config.ep == 1 else "a rank has a single expert, so there are no halves"
+        raise ConfigError(
+            f"--expert-overlap with --experts {config.experts} and --ep {config.ep}: {why}; leave it out."
         )
 
 
@@ -170,6 +220,7 @@ def _check_pipeline(config: Config, dp: int) -> None:
             f"--schedule pipedream and {shown}: a step whose gradients overflow must be skipped by all stages, which "
             "update at different times here; take --dtype bfloat16, or pipedream-2bw."
         )
+    _check_schedule_of_experts(config)
     unfit = {
         "pipedream": ("cp", "sequence_parallel", "clip", "tied"),
         "pipedream-2bw": ("cp", "sequence_parallel"),
@@ -182,6 +233,23 @@ def _check_pipeline(config: Config, dp: int) -> None:
     if config.num_slices > config.seq_len:
         raise ConfigError(
             f"--slices {config.num_slices}: a sequence of {config.seq_len} tokens has not so many slices."
+        )
+
+
+def _check_schedule_of_experts(config: Config) -> None:
+    """What asynchronous and sliced pipelines cannot do with experts."""
+    name, routing = config.schedule, config.routing
+    if routing is None:
+        return
+    if name in ("pipedream", "pipedream-2bw"):
+        raise ConfigError(
+            f"--schedule {name} and --experts {config.experts}: it goes together with --dp and --tp of models without "
+            "experts only; take --schedule 1f1b."
+        )
+    if name == "terapipe" and (routing.capacity_factor is not None or routing.balance_loss):
+        raise ConfigError(
+            f"--schedule terapipe and --experts {config.experts}: room and balance of experts are those of whole "
+            "sequences, which no slice knows; give --dropless and --balance-loss 0, or take --schedule 1f1b."
         )
 
 
@@ -243,7 +311,9 @@ def _check_sequence(config: Config) -> None:
         )
 
 
-def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: int, host_bytes: int) -> None:
+def check_memory(
+    config: Config, num_parameters: int, dp: int, ranks_on_host: int, host_bytes: int, of_experts: int = 0
+) -> None:
     """Refuse a model that certainly does not fit, before anything is allocated.
 
     Counts what every rank holds at the least: its part of weights, gradients and two moments, and of the input of every
@@ -255,6 +325,7 @@ def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: in
         dp: ranks over which the batch is divided.
         ranks_on_host: ranks that share `host_bytes` of memory.
         host_bytes: memory of the host.
+        of_experts: parameters among them that are weights of experts, which ep divides.
 
     Raises:
         ConfigError: it needs more than the host has.
@@ -265,7 +336,8 @@ def check_memory(config: Config, num_parameters: int, dp: int, ranks_on_host: in
     if config.pp > 1:  # those of the first stage, which keeps most
         moments += {"pipedream": config.pp - 1, "pipedream-2bw": 1}.get(config.schedule, 0)
     rows = config.batch // (dp * config.microbatches)
-    weights = ((2 + moments) * size + stored % size) * num_parameters // (config.tp * config.pp)
+    held = num_parameters - of_experts + of_experts // config.ep
+    weights = ((2 + moments) * size + stored % size) * held // (config.tp * config.pp)
     stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
     activations = rows * config.seq_len * config.width * config.layers * stored // (stream * config.pp)
     needed = (weights + activations) * ranks_on_host

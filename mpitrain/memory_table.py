@@ -28,7 +28,7 @@ KEPT, AGAIN = "kept", "made again"
 SUMS = ("total", "now"), ("peak", "at_peak")  # the sum over the owners of a column
 
 Found = Mapping[str, Any]
-"""What one rank tells the others: now, at_peak, largest and predicted by owner, total, peak, inside."""
+"""What one rank tells the others: now, at_peak, largest and predicted by owner, total, peak, inside, note."""
 
 
 def found_here(ledger: MemoryLedger, step: Step, config: Config) -> Found:
@@ -42,11 +42,17 @@ def found_here(ledger: MemoryLedger, step: Step, config: Config) -> Found:
         "total": ledger.total,
         "peak": ledger.peak,
         "inside": list(ledger.inside),
+        "note": _of_experts(step),
     }
 
 
 def predicted(step: Step, config: Config) -> dict[str, int]:
-    """By owner, for those of which a formula says something."""
+    """By owner, for those of which a formula says something.
+
+    What experts keep depends on the tokens that come to them.  With a capacity it is predicted for as many as there is
+    room for: a bound.  Without one for as many as everywhere, which says nothing of a rank that is asked more.
+    """
+    step = _full(step)
     state = model_state(step, config.optimizer, config.momentum)
     rule = SCHEDULES[config.schedule_name].versions
     rows = build_rows(config, step.row)
@@ -60,6 +66,23 @@ def predicted(step: Step, config: Config) -> dict[str, int]:
         owners.ACTIVATIONS: peak(step, rows[step.pp_rank]),
         owners.SCRATCH: scratch(step, rows[step.pp_rank]),
     }
+
+
+def _full(step: Step) -> Step:
+    """With every place of experts taken, where they have so many and no more."""
+    return step.at_most() if _is_bounded(step) else step
+
+
+def _is_bounded(step: Step) -> bool:
+    routing = step.sizes.routing
+    return routing is not None and routing.capacity_factor is not None
+
+
+def _of_experts(step: Step) -> str:
+    """For how many tokens of experts activations are predicted; '' where there are no experts."""
+    if step.sizes.routing is None:
+        return ""
+    return "with every place of its experts taken" if _is_bounded(step) else "for tokens spread evenly over experts"
 
 
 def largest_of_ranks(found: Sequence[Found]) -> dict[str, int]:
@@ -97,14 +120,16 @@ def table(found: Sequence[Found], when: str) -> str:
     nbytes, op, path, total = of["inside"]
     if total:
         lines.append([f"  and inside of {op} {path}".rstrip(), "", _amount(nbytes, unit)])
-    return aligned(lines, words=(0, 5))
+    note = f"\n  activations are predicted {of['note']}" if of["note"] else ""
+    return aligned(lines, words=(0, 5)) + note
 
 
 def of_blocks(step: Step) -> str:
     """What one block of each kind on this rank keeps of a micro-batch, in bytes: kept ones, and ones made again."""
     kinds: dict[str, list[int]] = {}
-    for number in [number for stage in step.stages for number in step.blocks_of(stage)] or [0]:
-        kinds.setdefault(_made_again(step, number), []).append(number)
+    step = _full(step)
+    for number in step.numbers or [0]:
+        kinds.setdefault(_kind(step, number), []).append(number)
     here = sum(map(len, kinds.values()))
     tables = []
     for kind, numbers in kinds.items():
@@ -113,6 +138,11 @@ def of_blocks(step: Step) -> str:
         parts = f", {kind}" if len(kinds) == 1 and kind not in (KEPT, AGAIN) else ""
         tables.append(_of_a_block(step, numbers[0], which, parts))
     return "\n\n".join(tables)
+
+
+def _kind(step: Step, number: int) -> str:
+    made = _made_again(step, number)
+    return f"{made}, with experts" if step.sizes.has_experts(number) else made
 
 
 def _made_again(step: Step, number: int) -> str:
@@ -136,6 +166,8 @@ def _of_a_block(step: Step, number: int, which: str, parts: str) -> str:
     note += f", {there:,} with the {step.beta} bytes a number of the column" if step.beta != 2 else ""
     masks = sum(theirs for name, _, theirs in rows if name.startswith("mask of "))
     note += "; masks of a byte" if masks else ""
+    if step.sizes.has_experts(number):
+        note += f"\n  here {_of_experts(step)}; the paper's block has an MLP instead"
     if masks and not step.sizes.dropout:
         note += f"\n  dropout is 0, so no mask is kept here; the paper's are {masks:,} bytes of its sum"
     return f"{aligned(lines, words=(0, 5))}\n  {note}"

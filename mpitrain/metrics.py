@@ -46,12 +46,12 @@ class MetricsWriter:
         except OSError as error:
             raise self._refused(error) from None
 
-    def write(self, step: int, **values: float | int | Mapping[str, int] | None) -> None:
+    def write(self, step: int, **values: float | int | Mapping[str, Any] | None) -> None:
         """Append the line of a step and hand it to the operating system.
 
         Args:
             step: larger than every step before it.
-            values: what was measured, a number or whole numbers by name; None is left out.
+            values: what was measured, a number, or whole numbers and lists of them by name; None is left out.
 
         Raises:
             UserError: the file cannot be written (a full disk).

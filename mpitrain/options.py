@@ -140,7 +140,7 @@ class Option:
 
 def whole(default: int | None, help: str, low: int, high: int, **more: Any) -> Any:
     """A dataclass field that holds a whole number."""
-    return _field(int, default, help, within=Interval(low, high), metavar="N", **more)
+    return _field(int, default, help, within=Interval(low, high), **{"metavar": "N", **more})
 
 
 def number(default: float | None, help: str, within: Interval, **more: Any) -> Any:

@@ -18,6 +18,7 @@ from mpitrain.pipeline.partition import describe
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import Costs, simulate
 from mpitrain.plan.traffic import Traffic, traffic
+from mpitrain.routing import Routing
 
 MUCH_IDLE = 0.25  # of a step, from which on the start block says what helps
 IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
@@ -35,7 +36,8 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
             f"{config.model}: {config.layers} layers, width {config.width}, {_heads(config)}, "
             f"{config.seq_len} tokens, {'tied' if config.tied else 'untied'} head",
         ),
-        ("parameters", f"{model.config.num_parameters:,} in {config.dtype}, {_tensors(mesh, model)}"),
+        ("parameters", f"{_parameters(model)} in {config.dtype}, {_tensors(mesh, model)}"),
+        *([("experts", _experts(config.routing, mesh, config.expert_overlap))] if config.routing is not None else []),
         *([("precision", _precision(config))] if is_half(model.like.dtype) or config.scaling != "none" else []),
         *([("recompute", _recompute(config, model))] if _recompute(config, model) else []),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
@@ -59,6 +61,12 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
     ]
 
 
+def _parameters(model: GPT) -> str:
+    """How many, and with experts how many of them a token meets."""
+    count, met = model.config.num_parameters, model.config.num_active_parameters
+    return f"{count:,}" + (f" ({met:,} a token)" if met < count else "")
+
+
 def _precision(config: Config) -> str:
     """Masters, and how gradients are scaled."""
     masters = "float32 masters, gradients and moments; " if config.dtype in ("float16", "bfloat16") else ""
@@ -69,6 +77,19 @@ def _precision(config: Config) -> str:
         "blocks": "a scale for each residual branch, float32 stream",
     }
     return masters + scaling[config.scaling]
+
+
+def _experts(routing: Routing, mesh: Mesh, overlap: bool) -> str:
+    """How many, how tokens choose them, and how much room they have."""
+    where = {1: "every block", 2: "every other block"}.get(routing.every, f"every {routing.every}th block")
+    of_a_token = f"{routing.top_k} a token" + (" (weights sum to 1)" if routing.normalizes else "")
+    factor = routing.capacity_factor
+    room = "dropless" if factor is None else f"room for {factor:g} times an even share of each sequence"
+    here = f"{routing.experts // mesh.ep.size} on a rank{', half by half' * overlap}, " if mesh.ep.size > 1 else ""
+    losses = [f"balance loss x {routing.balance_loss:g}"] * (routing.balance_loss > 0)
+    losses += [f"z-loss x {routing.z_loss:g}"] * (routing.z_loss > 0)
+    losses += [f"jitter {routing.jitter:g}"] * (routing.jitter > 0)
+    return "; ".join([f"{routing.experts} in {where}, {here}{of_a_token}", f"{routing.router} router", room, *losses])
 
 
 def _recompute(config: Config, model: GPT) -> str:
@@ -84,7 +105,7 @@ def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
     """What a rank sends in a step, by axis: this one, and of a pipeline the one whose stages send most."""
     step = step_of(config, mesh, model)
     most = max((traffic(replace(step, pp_rank=rank)) for rank in range(step.pp)), key=Traffic.total)
-    return str(most) if step.pp == 1 else f"at most {most}"
+    return str(most) if step.pp == 1 or most.at_most else f"at most {most}"
 
 
 def _tensors(mesh: Mesh, model: GPT) -> str:
@@ -95,8 +116,9 @@ def _tensors(mesh: Mesh, model: GPT) -> str:
 def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
     """Stages, schedule, and for how much of a step ranks have nothing to do if operations take equal time."""
     flush = SCHEDULES[config.schedule].versions is None
-    embedding, block, head = model.config.flops_of_parts
-    costs = [float(block * blocks) for blocks in model.partition.layers]
+    embedding, blocks, head = model.config.flops_of_parts
+    stages = map(model.partition.range, range(model.partition.stages))
+    costs = [float(sum(blocks[number] for number in stage)) for stage in stages]
     costs[0] += embedding
     costs[-1] += head
     played = simulate(build_rows(config, 1 if flush else IDLE_OVER), Costs(f=costs, b=costs, w=costs))

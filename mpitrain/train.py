@@ -53,10 +53,12 @@ from mpitrain.models.gpt import GPT
 from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import power
+from mpitrain.parallel.expert.counted import for_metrics, in_words, of_model
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
 from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
+from mpitrain.routing import usual_router
 from mpitrain.startup import facts
 
 TRIAL_STEPS = 10
@@ -67,7 +69,9 @@ VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
 SAMPLE_SHARE = 0.1  # of --timeout: for about so long ranks that wait for the sample hear nothing of it
 SCALING = ("loss_scaling", "loss_scale")
 """Settings with which a resumed run begins its scales anew."""
-MUST_STAY = ("layers", "width", "heads", "kv_heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer")
+OLDER = {"kv_heads": None, "experts": None, "top_k": 1, "router": None, "renormalize": False, "moe_every": 1}
+"""Settings that runs of an earlier version do not name, and what they were."""
+MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer", *OLDER)
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
 
 
@@ -123,9 +127,9 @@ def _mesh(ranks: World, config: Config, found: Path | None, flags: list[str]) ->
         MeshError: it does not fit the ranks; says where it is from if no flag gave it.
     """
     try:
-        return Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+        return Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp, ep=config.ep)
     except MeshError as error:
-        axes = [axis for axis in ("pp", "cp", "tp") if getattr(config, axis) > 1]
+        axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(config, axis) > 1]
         kept = " ".join(f"--{axis}" for axis in axes if not settings.gives(flags, f"--{axis}"))
         if found is None or not kept or settings.names_a_file(flags):
             raise
@@ -139,7 +143,7 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
     """
     saved = checkpoint.read_manifest(found).scalars.get("config")
     if isinstance(saved, dict):
-        saved = {"kv_heads": None, **saved}  # runs that are older than this setting do not name it
+        saved = {**OLDER, **saved}
     if not isinstance(saved, dict) or not saved.keys() >= {"steps", *MUST_STAY}:
         raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
     # Settings may name another place: the folder was moved or copied, or is seen from another working directory.
@@ -157,14 +161,22 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
     if config.steps is None:
         config = config.fixed(saved["steps"])
     for name in MUST_STAY:
-        # Heads of keys and values that nobody asked for are as many as heads, and those are compared before.
-        before, now = (of[name] if of[name] is not None else of["heads"] for of in (saved, asdict(config)))
+        before, now = (_meant(of, name) for of in (saved, asdict(config)))
         if before != now:
             raise CheckpointError(
                 f"{found} was saved with {name} {before}, now it is {now}.\n"
                 f"A run cannot go on with another {name}: leave the option out, or start a new run."
             )
     return config
+
+
+def _meant(config: Mapping[str, Any], name: str) -> Any:
+    """A setting; of one that nobody asked for, what it then is."""
+    if config[name] is None and name == "kv_heads":
+        return config["heads"]
+    if config[name] is None and name == "router":
+        return usual_router(config["top_k"])
+    return config[name]
 
 
 class Training:
@@ -304,6 +316,7 @@ class Training:
             loss_scale=scale,
             skipped=skipped,
             memory_peak_bytes=peaks,
+            **for_metrics(of_model(report.counted, report.rows)),
         )
         self.skipped += report.skipped
         if logged or report.skipped:
@@ -348,6 +361,9 @@ class Training:
         curve = self.folder / "loss.svg"
         together(self.world, lambda: self._draw_curve(curve), here=self.reports)
         self._say(f"curve {curve}")
+        report = self.executor.report
+        if report is not None and report.counted:
+            self._say(f"experts of the last step: {in_words(of_model(report.counted, report.rows))}")
         if last < steps:
             self._say(f"stopped after step {last} of {steps}; go on with: --run {self.folder} --resume latest")
         elif self.config.sample_length:
@@ -374,11 +390,11 @@ class Training:
     def _continued(self, prompt: list[int]) -> list[int]:
         """What the model writes after a prompt; nothing on ranks that only wait.
 
-        Every replica holds the same weights, so the ranks of one pipeline and tp axis write.  The others hear of it
-        every now and then: however long it takes, no message waits for as long as --timeout.
+        Every replica holds the same weights, so the ranks of one pipeline, tp axis and set of experts write.  The
+        others hear of it every now and then: however long it takes, no message waits for as long as --timeout.
         """
         length, seldom = self.config.sample_length, SAMPLE_SHARE * self.config.timeout
-        writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis not in ("pp", "tp"))
+        writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis not in ("pp", "tp", "ep"))
         more = generate(self.model, prompt, length, seed=self.config.seed)
         written: list[int] = []
         done, size = 0, 1

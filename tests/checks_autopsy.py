@@ -39,7 +39,9 @@ from mpitrain.pipeline.partition import balance
 from mpitrain.pipeline.passes import complete
 
 SIZES = GPTConfig(vocab=17, layers=4, width=16, heads=4, seq_len=8, dropout=0.1)
-VERBS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "isend")
+VERBS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "all_to_all", "iall_to_all", "shift", "isend")
+IN_FLIGHT = ("isend", "iall_reduce", "iall_to_all")
+"""Verbs that return before anything has come."""
 FEW = 8
 """Elements that are spoiled: dropout may drop one."""
 UNUSED = "unused"
@@ -163,9 +165,11 @@ def _accumulate_of(accumulate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _verb_of(move: Callable[..., Any], verb: str) -> Callable[..., Any]:
     def spoiled(self: Communicator, a: Any, *how: Any) -> Any:
+        if a.dtype.kind != "f":
+            return move(self, a, *how)
         value = _hits("wire", "", verb)
         moved = move(self, a if value is None else _spoiled(a, value), *how)
-        value = _hits("landing", "", verb)
+        value = None if verb in IN_FLIGHT else _hits("landing", "", verb)
         if value is not None:
             moved.reshape(-1)[:FEW] = value
         return moved
@@ -221,7 +225,7 @@ class Survey:
             if info["array"].dtype.kind != "f":
                 return
             self._note("wire", "", event.name, axis=info["axis"])
-            if event.name not in ("isend", "iall_reduce"):
+            if event.name not in IN_FLIGHT:
                 self._note("landing", "", event.name, axis=info["axis"])
 
     def _note(self, where: str, path: str, name: str, shown: str = "", axis: str = "") -> None:
@@ -262,12 +266,12 @@ class Trial:
 
     Args:
         world: all ranks.
-        how: the layout and more: sizes, schedule, chunks, slices, micros, sp, bucketed, dtype.
+        how: the layout and more: sizes, schedule, chunks, slices, micros, sp, bucketed, dtype, overlap.
     """
 
     def __init__(self, world: World, **how: Any) -> None:
         self.world = world
-        axes = {axis: how[axis] for axis in ("pp", "dp", "tp", "cp") if axis in how}
+        axes = {axis: how[axis] for axis in ("pp", "dp", "ep", "tp", "cp") if axis in how}
         chunks = how.get("chunks", 1)
         self.mesh = mesh = Mesh(world, **axes)
         self.micros = how.get("micros", 2)
@@ -279,6 +283,7 @@ class Trial:
             partition=balance([1.0] * sizes.layers, mesh.pp.size * chunks),
             seed=3,
             dtype=how.get("dtype", "f4"),
+            expert_overlap=how.get("overlap", False),
         )
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
         slices = how.get("slices")

@@ -132,10 +132,21 @@ PAIRS: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], A
         "sum at",
         "max at",
     ),
+    "exchange_in_flight": (
+        lambda w: w.iall_to_all(np.zeros((12, 12)), 0, 1).wait(),
+        lambda w: w.iall_to_all(np.zeros((12, 12)), 1, 0).wait(),
+        "iall_to_all (12, 12) float64 dims 0 1 of 2 at",
+        "dims 1 0 of 2 at",
+    ),
 }
 
 
-IN_FLIGHT = {"blocking", "op_in_flight", "op_in_flight_when_polled"}  # data is posted before anybody compares
+IN_FLIGHT = {
+    "blocking",
+    "op_in_flight",
+    "op_in_flight_when_polled",
+    "exchange_in_flight",
+}  # data is posted before anybody compares
 
 
 def poll(request: Any) -> None:
@@ -291,6 +302,29 @@ def counts_that_do_not_fit_are_told_on_all_ranks(world: World) -> None:
         checks_comm.same(line.all_to_all(x, 0, 0, (sent, received)), even)
 
 
+def counts_in_flight_that_do_not_fit_are_told_before_data_moves(world: World) -> None:
+    """By MPI, to which no block that does not fit may be given; threads refuse it by themselves."""
+    if world.transport.kind != "mpi":
+        return
+    line, is_astray = line_of(world)
+    n, last = world.size, world.size - 1
+    sent, received = [1] * n, [1] * n
+    if is_astray:
+        received[0] = 2
+    x = np.zeros((n, 3), "f4")
+    words = f"rank 0 sends (1, 3) to rank {last}, which expects (2, 3): "
+    told_alike(world, lambda: line.iall_to_all(x, counts=(sent, received)).wait(), words)
+    told_alike(world, lambda: poll(line.iall_to_all(x, counts=(sent, received))), words)
+    uneven = [[(a + b) % 3 for b in range(n)] for a in range(n)]
+    counts = uneven[world.rank], [uneven[a][world.rank] for a in range(n)]
+    with world.checked():
+        rows = np.full((sum(counts[0]), 3), float(world.rank))
+        flying = [line.iall_to_all(rows, counts=counts) for _ in range(3)]
+        for request in reversed(flying):
+            assert (request.wait()[:, 0] == np.repeat(np.arange(n), counts[1])).all()
+    assert not world.mode.unfinished
+
+
 def shapes_beside_the_cut_that_do_not_fit_are_told(world: World) -> None:
     line, is_astray = line_of(world)
     n, last = world.size, world.size - 1
@@ -352,6 +386,10 @@ def an_array_that_is_written_while_it_is_sent_is_told(world: World) -> None:
         request = line.iall_reduce(y)
         y[0] = 1
         checks_comm.raises(CommError, words, request.wait)
+        rows = np.zeros((world.size, 3))
+        request = line.iall_to_all(rows)
+        rows[0] = 1
+        checks_comm.raises(CommError, "iall_to_all on axis line, call 3, ", request.wait)
         place, strided = np.ones(4), np.ones(8)
         request = line.iall_reduce(place, out=place)
         assert (request.wait() == world.size).all()  # MPI itself writes it
@@ -471,9 +509,14 @@ def calls_in_flight_on_many_axes_end_well(world: World) -> None:
     axes = [axis for axis in (world, mesh.tp, mesh.dp) if axis.size > 1]
     same_on_all, own = np.random.default_rng(7), np.random.default_rng(100 + world.rank)
 
-    def begin(axis: Communicator, kind: int, length: int) -> tuple[Any, float]:
+    def begin(axis: Communicator, kind: int, length: int) -> tuple[Any, Any]:
         """A request, and every element of its result."""
         x = np.full(length, 1.0 + axis.rank)
+        if kind == 6:
+            counts = [[(a + b) % 3 * length for b in range(axis.size)] for a in range(axis.size)]
+            mine = counts[axis.rank], [row[axis.rank] for row in counts]
+            request = axis.iall_to_all(np.full(sum(mine[0]), 1.0 + axis.rank), counts=mine)
+            return request, np.repeat(1.0 + np.arange(axis.size), mine[1])
         if kind < 3:
             return axis.iall_reduce(x, out=x if kind else None), axis.size * (axis.size + 1) / 2
         tag = kind
@@ -482,10 +525,10 @@ def calls_in_flight_on_many_axes_end_well(world: World) -> None:
         return _Pair(axis.irecv((length,), "f8", before, tag), sent), 1.0 + before
 
     for deterministic in (False, True):
-        flying: list[tuple[Any, float]] = []
+        flying: list[tuple[Any, Any]] = []
         with checks_comm.mode(world, deterministic=deterministic), world.checked():
             for _ in range(80):
-                axis, kind = axes[same_on_all.integers(len(axes))], int(same_on_all.integers(6))
+                axis, kind = axes[same_on_all.integers(len(axes))], int(same_on_all.integers(7))
                 flying.append(begin(axis, kind, int(same_on_all.choice([3, 40, 10_000, 50_000]))))
                 if own.random() < 0.3:
                     flying[int(own.integers(len(flying)))][0].test()
@@ -531,6 +574,7 @@ CHECKS: list[Callable[[World], None]] = [
     swapped_calls_in_flight_are_told,
     a_call_too_many_in_a_loop_is_told_within_a_turn,
     counts_that_do_not_fit_are_told_on_all_ranks,
+    counts_in_flight_that_do_not_fit_are_told_before_data_moves,
     shapes_beside_the_cut_that_do_not_fit_are_told,
     messages_that_do_not_fit_are_told_by_the_receiver,
     an_array_that_is_written_while_it_is_sent_is_told,

@@ -198,6 +198,7 @@ def arrays_without_dims_and_without_elements_travel(world: World) -> None:
             same(world.all_gather(empty, 1), np.empty((0, 4 * n), "f4"))
             same(world.reduce_scatter(empty), empty)
             same(world.all_to_all(empty), empty)
+            same(world.iall_to_all(empty).wait(), empty)
             same(world.broadcast(empty), empty)
     raises(ShapeError, "no dim 0", lambda: world.all_gather(np.array(1.0)))
 
@@ -215,6 +216,7 @@ def gathers_and_scatters_cut_every_dim(world: World) -> None:
         for j in range(3):
             pieces = [np.split(row, n, j)[me] for row in rows]
             same(world.all_to_all(rows[me], i, j), np.concatenate(pieces, axis=i))
+            same(world.iall_to_all(rows[me], i, j).wait(), np.concatenate(pieces, axis=i))
 
 
 def uneven_slices_change_places(world: World) -> None:
@@ -229,6 +231,7 @@ def uneven_slices_change_places(world: World) -> None:
                 y = world.all_to_all(x, dim, dim, (sent, received))
                 assert y.shape[dim] == sum(received)
                 same(world.all_to_all(y, dim, dim, (received, sent)), x)
+                same(world.iall_to_all(y, dim, dim, (received, sent)).wait(), x)
                 start = 0
                 for source, piece in enumerate(np.split(y, np.cumsum(received)[:-1], dim)):
                     assert ((piece >= 1000 * source) & (piece < 1000 * (source + 1))).all()
@@ -239,6 +242,42 @@ def uneven_slices_change_places(world: World) -> None:
             y = world.all_to_all(mine, 0, 1, (parts, parts))
             same(y, np.split(whole, np.cumsum(parts)[:-1], 1)[me].copy())
             same(world.all_to_all(y, 1, 0, (parts, parts)), mine)
+
+
+def long_slices_between_some_ranks_are_no_matter_of_the_others(world: World) -> None:
+    """A message is cut between two ranks whose slice is long, while others have none that is."""
+    n, me = world.size, world.rank
+    for long_from, long_to in ((0, n - 1), (n - 1, n - 1), (0, 0)):
+        lengths = [[50 if (a, b) == (long_from, long_to) else (a + b) % 3 for b in range(n)] for a in range(n)]
+        rows = [data(a, (sum(lengths[a]), 2)) for a in range(n)]
+        came = [np.split(rows[a], np.cumsum(lengths[a])[:-1])[me] for a in range(n)]
+        counts = lengths[me], [lengths[a][me] for a in range(n)]
+        with mode(world, limit=8 * n):
+            same(world.all_to_all(rows[me], counts=counts), np.concatenate(came))
+            flying = [world.iall_to_all(rows[me], counts=counts) for _ in range(3)]
+            for request in reversed(flying):
+                same(request.wait(), np.concatenate(came))
+
+
+def slices_change_places_beside_other_messages(world: World) -> None:
+    """Several in flight, waited for in another order than that of their posting, with sums and messages between."""
+    n, me = world.size, world.rank
+    for deterministic in (False, True):
+        with mode(world, deterministic=deterministic):
+            rows = [
+                [data(10 * number + a, (n, 30_000 if number else 3), "f4") for a in range(n)] for number in range(4)
+            ]
+            flying = [world.iall_to_all(of[me]) for of in rows[:2]]
+            total = world.iall_reduce(np.full(30_000, 1.0))
+            flying += [world.iall_to_all(of[me]) for of in rows[2:]]
+            same(world.broadcast(np.array(me), n - 1), np.array(n - 1))
+            for of, request in reversed([*zip(rows, flying, strict=True)]):
+                if me % 2:
+                    while not request.test():
+                        pass
+                same(request.wait(), np.stack([row[me] for row in of]))
+                assert request.wait() is request.wait()
+            assert (total.wait() == n).all()
 
 
 def messages_above_the_limit_are_cut_and_change_nothing(world: World) -> None:
@@ -256,6 +295,7 @@ def messages_above_the_limit_are_cut_and_change_nothing(world: World) -> None:
                 same(world.all_gather(rows[me]), np.concatenate(rows))
                 close(world.reduce_scatter(rows[me]), np.split(np.sum(rows, axis=0), n)[me])
                 same(world.all_to_all(rows[me]), np.concatenate([np.split(row, n)[me] for row in rows]))
+                same(world.iall_to_all(rows[me]).wait(), np.concatenate([np.split(row, n)[me] for row in rows]))
                 same(world.broadcast(rows[me], n - 1), rows[n - 1])
                 same(world.shift(rows[me]), rows[(me - 1) % n])
                 if n > 1 and me < 2:
@@ -584,6 +624,7 @@ def bytes_are_counted_by_verb(world: World) -> None:
     line.all_gather(x)
     line.reduce_scatter(x)
     line.all_to_all(x)
+    line.iall_to_all(x).wait()
     line.broadcast(x)
     line.shift(x)
     line.barrier()
@@ -595,7 +636,7 @@ def bytes_are_counted_by_verb(world: World) -> None:
         "all_reduce": 4 * each,
         "all_gather": x.nbytes * (n - 1),
         "reduce_scatter": each,
-        "all_to_all": each,
+        "all_to_all": 2 * each,
         "broadcast": x.nbytes,
         "shift": x.nbytes,
         "barrier": 0,
@@ -655,6 +696,8 @@ CHECKS: list[Callable[[World], None]] = [
     arrays_without_dims_and_without_elements_travel,
     gathers_and_scatters_cut_every_dim,
     uneven_slices_change_places,
+    long_slices_between_some_ranks_are_no_matter_of_the_others,
+    slices_change_places_beside_other_messages,
     messages_above_the_limit_are_cut_and_change_nothing,
     halves_are_summed_in_float32_and_overflow_only_in_a_half,
     a_sum_has_the_same_bits_however_it_is_cut,

@@ -6,7 +6,7 @@ Every rank trains alone too (a world of one needs no partner), so the reference 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.compare import compare
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.models.transformer import branches
+from mpitrain.nn.module import mark_recompute
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.adafactor import Adafactor
 from mpitrain.optim.adam import AdamW
@@ -40,7 +41,10 @@ FIVE = GPTConfig(vocab=11, layers=1, width=20, heads=5, seq_len=20, dropout=0.2)
 BATCH = 24
 STEPS = 3  # two in which the ranks check each other's messages and batches, and one as all that follow
 AXES = ("pp", "dp", "cp", "tp")
-LAYOUT = {*AXES, "sp", "kind", "micros", "schedule", "chunks", "slices", "blocks", "bucket_bytes"}
+LAYOUT = {
+    *AXES, "ep", "sp", "kind", "micros", "schedule", "chunks", "slices", "blocks", "bucket_bytes", "recompute",
+    "overlap",
+}  # fmt: skip
 """What must not change a training run."""
 Found = dict[str, dict[str, np.ndarray]]
 
@@ -81,10 +85,13 @@ def train(
     steps: int = STEPS,
     batch: int = BATCH,
     documents: bool = False,
+    padded: bool = False,
+    recompute: Sequence[str] = (),
     sgd: bool = False,
     adafactor: bool = False,
     sp: bool = False,
     kind: str = "ring",
+    overlap: bool = False,
     schedule: str = "1f1b",
     chunks: int = 1,
     slices: Sequence[int] | None = None,
@@ -96,7 +103,7 @@ def train(
     xp: Any = np,
     **axes: int,
 ) -> Found:
-    """Losses and norms, the gradients of the first step, the last weights and moments, all whole."""
+    """Losses, norms, what experts were asked for, the first step's gradients, the last weights and moments; whole."""
     mesh = Mesh(world, **axes)
     stages = mesh.pp.size * chunks
     scales = BlockScaler(branches(sizes.layers), start=scale) if scaling == "blocks" else None
@@ -105,12 +112,14 @@ def train(
         mesh,
         sequence_parallel=sp,
         cp_attention=kind,
+        expert_overlap=overlap,
         partition=balance([1.0] * sizes.layers, stages) if blocks is None else Partition(blocks),
         seed=3,
         dtype=dtype_of(dtype),
         scales=scales,
         xp=xp,
     )
+    mark_recompute(model, recompute, mesh.pp.exchange)
     executor = Executor(
         model,
         optimizer := method(model, sgd, adafactor, mesh),
@@ -122,21 +131,33 @@ def train(
         scaler=LossScaler(scale) if scaling == "loss" else scales,
     )
     tokens = numbers(sizes)
-    losses, norms, gradients = [], [], {}
+    losses, norms, counts, gradients = [], [], [], {}
     for rows in tokens.batches(batch, mesh.dp.rank, mesh.dp.size, stop_step=steps):
         here = with_documents(rows) if documents else rows
+        here = with_padding(here) if padded else here
         losses.append(executor.step(here.part(model.positions_here)))
         assert executor.report is not None
         norms.append(executor.report.grad_norm)
+        counts.append(executor.report.counted)
         gradients = gradients or whole(world, mesh, model.parameters(), [p.grad for p in model.parameters()])
         check_replicas(model.parameters(), mesh, f"after step {len(losses)}")
     return {
         "losses": {"loss": np.array(losses), "validation": np.array(executor.evaluate(few(tokens, mesh, model)))},
         "norms": {"norm": np.array(norms)},
+        **routing(counts),
         "gradients": gradients,
         "weights": whole(world, mesh, model.parameters(), [p.master for p in model.parameters()]),
         **states(world, mesh, optimizer),
     }
+
+
+def routing(counts: Sequence[Mapping[str, Sequence[float]]]) -> Found:
+    """What a run says of each layer of experts, step by step: choices, which are whole numbers, and what is none."""
+    found: Found = {"choices": {}, "router's losses": {}}
+    for layer in counts[0]:
+        numbers = np.array([each[layer] for each in counts])
+        found["choices"][layer], found["router's losses"][layer] = numbers[:, :-3], numbers[:, -3:]
+    return found
 
 
 def method(model: GPT, sgd: bool = False, adafactor: bool = False, mesh: Mesh | None = None) -> Optimizer:
@@ -172,6 +193,15 @@ def with_documents(batch: Batch) -> Batch:
     return replace(batch, documents=documents, targets=targets)
 
 
+def with_padding(batch: Batch) -> Batch:
+    """Every third row of the global batch is padding, and others have a few targets less."""
+    odd = batch.places[:, None] % 3 == 2
+    short = np.arange(batch.targets.shape[1]) < batch.places[:, None] % 4
+    inputs, targets = np.where(odd, 0, batch.inputs), np.where(odd | short, -100, batch.targets)
+    documents = None if batch.documents is None else np.where(odd, -1, batch.documents)
+    return replace(batch, inputs=inputs, targets=targets, documents=documents)
+
+
 @functools.cache
 def _alone(**how: Any) -> Found:
     return train(World(Alone(), "none"), **how)
@@ -185,8 +215,10 @@ def equals_one_rank(world: World, *, tied: bool = False, **how: Any) -> None:
     how["sizes"] = replace(how.get("sizes", SIZES), tied=tied)
     reference = _alone(**{name: value for name, value in how.items() if name not in LAYOUT})
     for kind, tensors in train(world, **how).items():
-        if world.rank and kind not in ("losses", "norms"):
+        if not tensors or (world.rank and kind not in ("losses", "norms", "choices")):
             continue
+        if kind == "choices":
+            assert all(np.array_equal(tensors[layer], reference[kind][layer]) for layer in reference[kind]), tensors
         worst = compare(tensors, reference[kind])[0]
         assert worst.ok, f"{kind}: {worst}"
 

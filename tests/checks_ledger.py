@@ -13,6 +13,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Batch, Tokens
+from mpitrain.debug.expert_rows import ExpertRows
 from mpitrain.debug.ledger import Ledger, Place, in_step
 from mpitrain.events import listen
 from mpitrain.models.gpt import GPT, GPTConfig
@@ -25,6 +26,7 @@ from mpitrain.pipeline.partition import Partition
 from mpitrain.pipeline.passes import complete
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.plan.traffic import Step, cause_of, traffic
+from mpitrain.routing import Routing
 
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16)
 SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12)  # for 3 and 6 ranks
@@ -36,7 +38,7 @@ def built(
     world: World, step: Step, bucket_bytes: int = 0, schedule: str = "1f1b", clip: float = 0.0
 ) -> tuple[Mesh, Executor, Tokens]:
     """A model on the layout of a step, what trains it, and numbers to learn."""
-    mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp)
+    mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp, ep=step.ep)
     model = GPT(
         step.sizes,
         mesh,
@@ -46,6 +48,7 @@ def built(
         dtype=step.dtype,
         keep_scores=step.recompute == "none",
         scales=BlockScaler(branches(step.sizes.layers)) if step.scaled else None,
+        expert_overlap=step.expert_overlap,
     )
     again = [f"blocks.{n}" for n in range(step.sizes.layers) if step.is_recomputed(n)]
     for module in model.modules():
@@ -71,24 +74,31 @@ def built(
         slices=step.slices,
         scaler=model.branch_scales,
     )
-    numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
+    numbers = (np.arange(40 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")
     return mesh, executor, Tokens(corpus, step.sizes.seq_len)
 
 
 def listened(world: World, step: Step, steps: int = 1, documents: bool = False, **how: Any) -> Ledger:
     """A ledger that has heard this rank train, `steps` rows of `step.row` batches."""
+    return listened_with_rows(world, step, steps, documents, **how)[0]
+
+
+def listened_with_rows(
+    world: World, step: Step, steps: int = 1, documents: bool = False, **how: Any
+) -> tuple[Ledger, ExpertRows]:
+    """The same, with what the last step sent to experts."""
     mesh, executor, tokens = built(world, step, **how)
-    ledger = Ledger()
+    ledger, rows = Ledger(), ExpertRows()
     batches = [
         (with_documents(batch) if documents else batch).part(executor.model.positions_here)
         for batch in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=steps * step.row)
     ]
-    with listen(ledger):
+    with listen(ledger), listen(rows):
         for first in range(0, len(batches), step.row):
             executor.run(batches[first : first + step.row])
     assert ledger.steps == len(batches)
-    return ledger
+    return ledger, rows
 
 
 def with_documents(batch: Batch) -> Batch:
@@ -135,8 +145,10 @@ def sends_what_was_predicted(
         partition=None if stages is None else Partition(stages),
         **how,
     )
-    found = measured(listened(world, step, steps, documents, schedule=schedule, clip=clip))
-    assert found == predicted(step, steps)
+    ledger, rows = listened_with_rows(world, step, steps, documents, schedule=schedule, clip=clip)
+    if sizes.routing is not None:
+        step = replace(step, expert_rows=rows.found)
+    assert measured(ledger) == predicted(step, steps)
 
 
 # On four ranks, for real MPI.
@@ -170,6 +182,11 @@ def four_ranks_with_two_stages_each_some_of_them_empty(world: World) -> None:
     )
 
 
+def experts_of_sequence_parallel_ranks(world: World) -> None:
+    sizes = replace(SIZES, routing=Routing(4, 2, "gshard"))
+    sends_what_was_predicted(world, sizes, dp=2, ep=2, tp=2, sequence_parallel=True, recompute="full")
+
+
 CHECKS: list[Callable[[World], None]] = [
     replicas_of_tensor_parallel_ranks,
     sequence_parallel_with_micro_batches,
@@ -177,4 +194,5 @@ CHECKS: list[Callable[[World], None]] = [
     whole_keys_on_every_rank,
     a_tied_pipeline_of_sequence_parallel_ranks,
     four_ranks_with_two_stages_each_some_of_them_empty,
+    experts_of_sequence_parallel_ranks,
 ]

@@ -6,6 +6,7 @@ import functools
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpitrain.comm.world import World
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug import owners
+from mpitrain.debug.expert_rows import ExpertRows
 from mpitrain.debug.memory import MemoryLedger
 from mpitrain.events import Event, listen
 from mpitrain.models.gpt import GPT, GPTConfig
@@ -45,7 +47,7 @@ def built(
     world: World, step: Step, schedule: str = "1f1b", optimizer: str = "sgd", xp: Any = np
 ) -> tuple[Mesh, Executor, Tokens]:
     """A model on the layout of a step, what trains it, and numbers to learn."""
-    mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp)
+    mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp, ep=step.ep)
     model = GPT(
         step.sizes,
         mesh,
@@ -55,6 +57,7 @@ def built(
         dtype=step.dtype,
         keep_scores=step.recompute == "none",
         scales=BlockScaler(branches(step.sizes.layers)) if step.scaled else None,
+        expert_overlap=step.expert_overlap,
         xp=xp,
     )
     again = [f"blocks.{n}" for n in range(step.sizes.layers) if step.is_recomputed(n)]
@@ -73,7 +76,7 @@ def built(
         slices=step.slices,
         scaler=model.branch_scales,
     )
-    numbers = (np.arange(20 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
+    numbers = (np.arange(40 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")
     return mesh, executor, Tokens(corpus, step.sizes.seq_len)
 
@@ -81,8 +84,8 @@ def built(
 class Expected:
     """A listener that keeps the books of what the formulas say, and compares after every action."""
 
-    def __init__(self, step: Step, ledger: MemoryLedger, row: Any) -> None:
-        self.step, self.ledger = step, ledger
+    def __init__(self, step: Step, ledger: MemoryLedger, row: Any, rows: ExpertRows | None = None) -> None:
+        self.step, self.ledger, self.rows = step, ledger, rows
         self.split = {action.stage for action in row if action.kind == "W"}
         self.paths: Counter[str] = Counter()
         self.compared = 0
@@ -93,11 +96,13 @@ class Expected:
         action = event.info["action"]
         part, parts = action.part or 0, len(self.step.lengths)
         if action.kind in ("F", "B", "W"):
-            saved = of_stage(self.step, action.stage, part)
+            micro = action.micro or 0
+            step = self.step if self.rows is None else replace(self.step, expert_rows=self.rows.found)
+            saved = of_stage(step, action.stage, part, micro)
         if action.kind == "F":
             self.paths.update(by_path(saved))
         elif action.kind in ("B", "W"):
-            after = of_stage(self.step, action.stage, part + 1) if part + 1 < parts else []
+            after = of_stage(step, action.stage, part + 1, micro) if part + 1 < parts else []
             self.paths.subtract(by_path(freed(action.kind, saved, after, action.stage in self.split)))
         expected = {path: nbytes for path, nbytes in self.paths.items() if nbytes}
         assert self.ledger.paths == expected, (action, _difference(self.ledger.paths, expected))
@@ -120,7 +125,10 @@ def holds_what_was_predicted(
     optimizer: str = "sgd",
     **how: Any,
 ) -> None:
-    """Train on this rank, and compare activations after every action, and what stays between steps."""
+    """Train on this rank, and compare activations after every action, and what stays between steps.
+
+    `padded` (of the step): the last three tokens of every sequence are padding.
+    """
     pp = how.get("pp", 1)
     step = Step(
         sizes,
@@ -136,18 +144,23 @@ def holds_what_was_predicted(
         each.part(executor.model.positions_here)
         for each in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=2 * step.row)
     ]
+    if step.padded:
+        batches = [replace(each, lengths=np.full_like(each.row_lengths, sizes.seq_len - 3)) for each in batches]
     row = executor._plan(step.row).row
-    expected = Expected(step, ledger, row)
-    with listen(ledger), listen(expected):
+    rows = ExpertRows() if sizes.routing is not None else None
+    expected = Expected(step, ledger, row, rows)
+    steps = []
+    with listen(ledger), listen(rows or (lambda event: None)), listen(expected):
         for first in range(0, len(batches), step.row):
             executor.run(batches[first : first + step.row])
+            steps.append(step if rows is None else replace(step, expert_rows=rows.found))
     assert expected.compared == 2 * len(row)
-    assert ledger.largest.get(owners.ACTIVATIONS, 0) == peak(step, row)
+    assert ledger.largest.get(owners.ACTIVATIONS, 0) == max(peak(each, row) for each in steps)
     state = model_state(step, optimizer)
     held = [ledger.now.get(owner, 0) for owner in (owners.WEIGHTS, owners.MASTERS, owners.GRADIENTS, owners.STATE)]
     assert held == [*state]
     assert ledger.now.get(owners.SCRATCH, 0) == 0
-    assert ledger.largest.get(owners.SCRATCH, 0) == scratch(step, row)
+    assert ledger.largest.get(owners.SCRATCH, 0) == max(scratch(each, row) for each in steps)
 
 
 # ---------------------------------------------------------------------------------------------- beside what is alive

@@ -5,7 +5,8 @@
 A mutation is put on in the layout's run only, never in the one rank's that it is compared with: the oracle stays
 right.  Each is one line's worth of damage, of the kind that passes small tests elsewhere.  All of them must be caught,
 by `mpitrain verify` or by the check of states, and none may be inert: test_mutations.py sees to both.  Those of
-pipelines are in mutations_pipeline.py, those of optimizers in mutations_optimizer.py.
+pipelines are in mutations_pipeline.py, those of optimizers in mutations_optimizer.py, those of memory and scales in
+mutations_memory.py, those of experts in mutations_experts.py.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     make = Update.make
 
-    def doubled(self: Update, number: int, loss: float, targets: int) -> Any:
-        return make(self, number, 2 * loss, targets)
+    def doubled(self: Update, number: int, measured: Any) -> Any:
+        return make(self, number, measured._replace(loss=2 * measured.loss))
 
     with put(Update, "make", doubled):
         yield

@@ -10,6 +10,7 @@ float32: what is a sum reaches it as it was formed, and is rounded only where a 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,44 @@ class Product(Lazy):
 
 
 @dataclass(frozen=True)
+class GroupedProduct(Lazy):
+    """A product for each group of rows, `a[rows].T @ b[rows]`: the gradient of the weights of all experts.
+
+    Written group by group, so that even what is added to a gradient needs room for one group only.
+    """
+
+    a: Array  # (n, k), sorted by group
+    b: Array  # (n, m)
+    counts: tuple[int, ...]  # rows of each group; 0: its gradient is 0
+    dtype: Any  # of the weights
+
+    def unrounded(self) -> Array:
+        shape = (len(self.counts), self.a.shape[1], self.b.shape[1])
+        out = array_module(self.a).empty(shape, wide(self.dtype))
+        self.write(out, add=False)
+        return out
+
+    def write(self, out: Array, add: bool) -> None:
+        for group, rows in enumerate(groups(self.counts)):
+            a, b = self.a[rows].T, self.b[rows]
+            if not self.counts[group]:
+                if not add:
+                    out[group] = 0
+            elif add:
+                out[group] += kernels.matmul(a, b, dtype=wide(self.dtype))
+            else:
+                kernels.matmul(a, b, out=out[group])
+
+
+def groups(counts: Sequence[int]) -> Iterator[slice]:
+    """The rows of each group, which lie one behind the other."""
+    stop = 0
+    for count in counts:
+        start, stop = stop, stop + count
+        yield slice(start, stop)
+
+
+@dataclass(frozen=True)
 class RowSum(Lazy):
     """Row `ids[i]` of the gradient is the sum of the `rows[i]` with that id: the gradient of an embedding table.
 
@@ -98,6 +137,21 @@ class RowSum(Lazy):
         if not add:
             out[...] = 0
         kernels.row_sum(self.ids, self.rows, out)
+
+
+@dataclass(frozen=True)
+class Arriving(Lazy):
+    """A gradient that is on its way to this rank: whoever wants its array waits for the message."""
+
+    wait: Callable[[], Array]  # blocks until it is here; the same again when it is called again
+    dtype: Any
+
+    def unrounded(self) -> Array:
+        array: Array = widened(self.wait())
+        return array
+
+    def array(self) -> Array:
+        return self.wait()
 
 
 def summed(total: Array, dtype: Any) -> Any:

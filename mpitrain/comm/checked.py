@@ -24,7 +24,8 @@ Fingerprints are no events and are not counted as bytes sent: they are about mes
 from rank to rank and not as a collective, because MPI wants all collectives of a group in one order, and a call in
 flight moves its data later than others on some ranks.
 
-Cost: a collective of n ranks sends n-1 messages of 256 bytes a rank, a message between two one more.
+Cost: a collective of n ranks sends n-1 messages of 256 bytes a rank, and as many with the lengths of its blocks where
+they are uneven; a message between two one more.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import numpy as np
 
 from mpitrain.comm.chunked import REST_TAG, Route, Several
-from mpitrain.comm.comparison import AxisCalls, Comparison, Header
-from mpitrain.comm.fingerprint import WORDS, Fingerprint, fingerprint
+from mpitrain.comm.comparison import AxisCalls, BlockLengths, Comparison, Header
+from mpitrain.comm.fingerprint import UNEVEN, WORDS, Fingerprint, fingerprint
 from mpitrain.comm.in_check import Both, Later, Untouched
 from mpitrain.comm.page import stable_hash
 from mpitrain.comm.site import caller_of, site_of, words_of
@@ -47,6 +49,7 @@ from mpitrain.comm.transport import Array, Mode, Pending
 
 HEADER_TAG = 16384  # + the tag of the message; above `MAX_TAG`, below the door's other tags
 GATHER_TAG = REST_TAG - 2
+LENGTHS_TAG = REST_TAG - 3
 _SPREAD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -88,12 +91,8 @@ class Checks:
         words = np.frombuffer(mine.pack(), np.int64)
         route = self._route(WORDS)
         if peer < 0:
-            rows = np.empty((self._size, WORDS), np.int64)
-            rows[self._rank] = words
-            others = [(self._rank + step) % self._size for step in range(1, self._size)]
-            parts = [route.irecv(rows[other], other, GATHER_TAG) for other in others]
-            parts += [route.isend(words, other, GATHER_TAG) for other in others]
-            self._check, self._queue = Comparison(self._calls, mine, rows, Several(parts)), self._collectives
+            rows, arrive = self._gather(words, GATHER_TAG)
+            self._check, self._queue = Comparison(self._calls, mine, rows, arrive), self._collectives
             return
         tag = how[1]
         if "send" in verb:
@@ -103,6 +102,15 @@ class Checks:
         arrives = route.irecv(theirs, peer, HEADER_TAG + tag)
         self._check = Header(self._calls, mine, theirs, arrives, (peer, self._rank), tag)
         self._queue = self._receives.setdefault((peer, tag), deque())
+
+    def _gather(self, words: Array, tag: int) -> tuple[Array, Pending]:
+        """A row from each member, and when they are there; from rank to rank, with a tag of its own."""
+        route = self._route(words.size)
+        rows = np.empty((self._size, words.size), np.int64)
+        rows[self._rank] = words
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        parts = [route.irecv(rows[other], other, tag) for other in others]
+        return rows, Several(parts + [route.isend(words, other, tag) for other in others])
 
     def _place(self) -> tuple[int, str]:
         """Where in the program the call stands: a number that is the same in every process, and its site."""
@@ -131,12 +139,15 @@ class Checks:
             return
         while self._queue:
             self._queue[0].advance()  # its check is complete, too, and data moves in the order of the calls
-        if isinstance(check, Comparison) and check.is_uneven:
-            i, j, sent, received = how
-            mine = np.array([*a.shape, *sent, *received], np.int64)
-            rows = np.empty((self._size, mine.size), np.int64)
-            block(self._route(rows.size).iall_gather(mine, rows))
-            self._calls.compare_blocks(check, rows, i, j)
+        if self._mine.verb in UNEVEN:
+            block(self._lengths(a, how))
+
+    def _lengths(self, a: Array, how: Sequence[Any]) -> BlockLengths:
+        """Of an all-to-all: its check, and then that of its blocks."""
+        assert isinstance(self._check, Comparison)
+        i, j, sent, received = how
+        mine = np.array([*a.shape, *sent, *received], np.int64)
+        return BlockLengths(self._calls, self._check, (i, j), partial(self._gather, mine, LENGTHS_TAG))
 
     def receiving(self, post: Callable[[], Pending]) -> Pending:
         """Of a non-blocking call: the message that fills its array, posted when it is known to fit.
@@ -147,6 +158,18 @@ class Checks:
         if self._posts_later:
             return Later(self._check, post, self._queue, self._mode.unfinished)
         return Both(self._check, post())
+
+    def exchanging(self, post: Callable[[], Pending], a: Array, how: Sequence[Any]) -> Pending:
+        """Of a non-blocking all-to-all: the message, posted when it and its blocks are known to fit.
+
+        Args:
+            post: posts it.
+            a: the array of the call.
+            how: its further arguments.
+        """
+        if self._posts_later:
+            self._check = self._lengths(a, how)
+        return self.receiving(post)
 
     def sending(self, message: Pending, a: Array) -> Pending:
         """Of a non-blocking send: the message together with its header.

@@ -5,8 +5,9 @@ pieces of at most `Mode.limit` elements.  The door takes this way only for messa
 
     all_reduce, broadcast, send, recv     consecutive slices, no copy
     all_gather, reduce_scatter            slices of every block, through a buffer
-    all_to_all                            slices from rank to rank.  Both ends of a block know its length, so nothing
-                                          needs to be agreed when lengths differ
+    all_to_all                            long blocks in slices from rank to rank, the others in one message, through
+                                          buffers.  Both ends of a block know its length, so nothing needs to be agreed:
+                                          a rank without long blocks makes that one message by itself
 """
 
 from __future__ import annotations
@@ -128,22 +129,49 @@ class Chunked:
     def all_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
     ) -> None:
-        """Slices from rank to rank."""
-        self.iall_to_all(send, send_counts, recv, recv_counts, own).wait()
+        """Long blocks in slices, the others together."""
+        long, short, spread = self._sorted_by_length(send, send_counts, recv, recv_counts, own)
+        self._transport.all_to_all(*short)  # MPI takes it for no part of one that does not block
+        Several(long, spread).wait()
 
     def iall_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
     ) -> Several:
-        """Slices from rank to rank."""
+        """Long blocks in slices, the others together."""
+        long, short, spread = self._sorted_by_length(send, send_counts, recv, recv_counts, own)
+        return Several([*long, self._transport.iall_to_all(*short)], spread)
+
+    def _sorted_by_length(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool
+    ) -> tuple[list[Pending], tuple[Array, list[int], Array, list[int]], Callable[[], None]]:
+        """The slices of long blocks in flight; the all-to-all of the others; what brings these to their places."""
         blocks = np.split(send.reshape(-1), np.cumsum(send_counts)[:-1])
         places = np.split(recv.reshape(-1), np.cumsum(recv_counts)[:-1])
         if own:
             places[self.rank][...] = blocks[self.rank]
+        most = self._mode.limit // self.size
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        return Several(
-            [part for peer in others for part in self.irecv(places[peer], peer, REST_TAG).parts]
-            + [part for peer in others for part in self.isend(blocks[peer], peer, REST_TAG).parts]
-        )
+        long: list[Pending] = []
+        for peer in others:
+            if places[peer].size > most:
+                long += self.irecv(places[peer], peer, REST_TAG).parts
+        for peer in others:
+            if blocks[peer].size > most:
+                long += self.isend(blocks[peer], peer, REST_TAG).parts
+
+        def is_short(rank: int, block: Array) -> bool:
+            return rank != self.rank and block.size <= most
+
+        given = [block if is_short(rank, block) else block[:0] for rank, block in enumerate(blocks)]
+        taken = [place if is_short(rank, place) else place[:0] for rank, place in enumerate(places)]
+        counts = [place.size for place in taken]
+        landing = np.empty(sum(counts), recv.dtype)
+
+        def spread() -> None:
+            for place, arrived in zip(taken, np.split(landing, np.cumsum(counts)[:-1]), strict=True):
+                place[...] = arrived
+
+        return long, (np.concatenate(given), [block.size for block in given], landing, counts), spread
 
     def broadcast(self, buf: Array, root: int) -> None:
         """Slice by slice."""

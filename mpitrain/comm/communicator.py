@@ -21,17 +21,16 @@ import numpy as np
 
 import mpitrain.errors
 from mpitrain.comm.checked import Checks
-from mpitrain.comm.chunked import REST_TAG, Route
+from mpitrain.comm.chunked import REST_TAG, Route, Several
 from mpitrain.comm.mistakes import check_counts, check_divides, check_peer, check_rank, check_sum
 from mpitrain.comm.ordered import OrderedSums
 from mpitrain.comm.request import Request
 from mpitrain.comm.site import call_site
+from mpitrain.comm.to_all import Blocks
 from mpitrain.comm.transport import Array, Board, Mode, NoBoard, Pending, Transport
 from mpitrain.comm.wire import (
-    cut,
     deliver,
     dim_of,
-    flat,
     is_inexact,
     is_known,
     on_wire,
@@ -93,6 +92,7 @@ class Communicator:
             "all_gather": n - 1,  # the payload is the gathered array, n times what one rank brings
             "exchange": n - 1,
             "all_to_all": each,
+            "iall_to_all": each,
             "broadcast": 1,
             "shift": 1,
             "send": 1,
@@ -223,29 +223,39 @@ class Communicator:
 
         Cost: each rank sends (n-1)/n of x.nbytes.
         """
-        i, j = dim_of(x, i, "all_to_all"), dim_of(x, j, "all_to_all")
-        sent, received = check_counts(self, shape_of(x), i, j, counts)
-        return self._call("all_to_all", x, self._all_to_all, i, j, sent, received)
+        how = self._dims_and_lengths("all_to_all", x, i, j, counts)
+        return self._call("all_to_all", x, self._all_to_all, *how)
 
     def _all_to_all(self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]) -> Array:
-        shape = list(a.shape)
-        if i != j:
-            shape[j] = sent[self.rank]
-        shape[i] = sum(received)
-        slice_in = _product(a.shape[:j] + a.shape[j + 1 :])  # elements of a slice of length 1
-        slice_out = _product(shape[:i] + shape[i + 1 :])
-        source = a if j == 0 else flat(cut(a, sent, j))
-        recv = np.empty(shape, a.dtype)
-        landing = recv if i == 0 else np.empty(recv.size, a.dtype)
-        send_counts = [count * slice_in for count in sent]
-        recv_counts = [count * slice_out for count in received]
-        transport = self._route(max(max(send_counts), max(recv_counts)) * self.size)
-        transport.all_to_all(on_wire(source), send_counts, on_wire(landing), recv_counts)
-        if i:
-            pieces = np.split(landing, np.cumsum(recv_counts)[:-1])
-            parts = [p.reshape((*shape[:i], n, *shape[i + 1 :])) for p, n in zip(pieces, received, strict=True)]
-            np.concatenate(parts, axis=i, out=recv)
-        return recv
+        blocks = Blocks(a, i, j, sent, received, self.rank)
+        self._route(blocks.elements).all_to_all(*blocks.message)
+        blocks.join()
+        return blocks.recv
+
+    def iall_to_all(
+        self, x: Any, i: int = 0, j: int = 0, counts: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> Request:
+        """`all_to_all` that returns at once; `x` must not be written until the request is complete."""
+        how = self._dims_and_lengths("iall_to_all", x, i, j, counts)
+        request: Request = self._call("iall_to_all", x, self._iall_to_all, *how)
+        return request
+
+    def _iall_to_all(
+        self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Pending, Array]:
+        blocks = Blocks(a, i, j, sent, received, self.rank)
+        post = partial(self._route(blocks.elements).iall_to_all, *blocks.message)
+        if self.mode.checked:
+            message = self._checks.untouched(self._checks.exchanging(post, a, (i, j, sent, received)), a)
+        else:
+            message = post()
+        return Several([message], blocks.join) if i else message, blocks.recv
+
+    def _dims_and_lengths(
+        self, verb: str, x: Any, i: int, j: int, counts: tuple[Sequence[int], Sequence[int]] | None
+    ) -> tuple[int, int, list[int], list[int]]:
+        i, j = dim_of(x, i, verb), dim_of(x, j, verb)
+        return i, j, *check_counts(self, shape_of(x), i, j, counts)
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """The array of rank `root`, on every rank.
@@ -467,7 +477,7 @@ class Communicator:
                 self._checks.post(number, verb, a, how, peer)
                 if verb not in _BLOCKING:
                     self._checks.confirm(a, how, self._block)
-            if mode.unfinished and peer < 0 and verb != "iall_reduce":
+            if mode.unfinished and peer < 0 and verb not in _BLOCKING:
                 self._sums.post_all(self._block)
             moved = move(a, *how)
             if listeners:
@@ -562,19 +572,12 @@ class Communicator:
 
 
 _NOTHING = np.empty(0, np.uint8)
-_BLOCKING = {"iall_reduce": "all_reduce", "isend": "send", "irecv": "recv"}
+_BLOCKING = {"iall_reduce": "all_reduce", "iall_to_all": "all_to_all", "isend": "send", "irecv": "recv"}
 
 
 def _nothing(dtype: Any) -> Array:
     """An empty array of a dtype."""
     return np.empty(0, dtype)
-
-
-def _product(lengths: Sequence[int]) -> int:
-    total = 1
-    for length in lengths:
-        total *= length
-    return total
 
 
 def _numbers(a: Array, recv: Array) -> tuple[Array, Array]:

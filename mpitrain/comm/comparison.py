@@ -1,6 +1,7 @@
 """Fingerprints on their way, and what is said when they differ.
 
     Comparison     of a collective: those of all members arrive
+    BlockLengths   of an all-to-all with uneven blocks: their lengths arrive after that
     Header         of a message between two: the sender's arrives at the receiver
 
 Both are `Pending`s which are complete when the calls are known to fit each other; if they do not, `test` and `wait`
@@ -10,7 +11,7 @@ raise a `CollectiveMismatch`, each time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -145,6 +146,57 @@ class Comparison:
         except CollectiveMismatch as error:
             self._error = error
             raise
+
+
+class BlockLengths:
+    """The lengths of the blocks of an all-to-all, which the members tell each other where they are uneven.
+
+    They are told when the fingerprints are known to fit: so all members know whether they are, and of how many dims.
+    """
+
+    def __init__(
+        self,
+        axis_calls: AxisCalls,
+        call: Comparison,
+        dims: tuple[int, int],
+        gather: Callable[[], tuple[Array, Pending]],
+    ) -> None:
+        """`dims`: to join and to cut along; `gather`: tells this member's lengths, gives those of all on their way."""
+        self._calls = axis_calls
+        self._call = call
+        self._dims = dims
+        self._gather = gather
+        self._rows: Array | None = None
+        self._arrive: Pending
+        self._done = False
+
+    def test(self) -> bool:
+        """True once each block is known to be the one that is expected."""
+        if not self._done and self._call.test():
+            self._tell()
+            if not self._done and self._arrive.test():
+                self._compare()
+        return self._done
+
+    def wait(self) -> None:
+        """Block until each block is known to be the one that is expected."""
+        if not self._done:
+            self._call.wait()
+            self._tell()
+        if not self._done:
+            self._arrive.wait()
+            self._compare()
+
+    def _tell(self) -> None:
+        if not self._call.is_uneven:
+            self._done = True
+        elif self._rows is None:
+            self._rows, self._arrive = self._gather()
+
+    def _compare(self) -> None:
+        assert self._rows is not None
+        self._calls.compare_blocks(self._call, self._rows, *self._dims)
+        self._done = True
 
 
 class Header:

@@ -33,9 +33,11 @@ _HOW = {  # verb -> how its arguments read
     "all_gather": "dim {}",
     "reduce_scatter": "dim {}",
     "all_to_all": "dims {} {} of {ndim}",
+    "iall_to_all": "dims {} {} of {ndim}",
     "broadcast": "root {}",
     "shift": "by {}",
 }
+UNEVEN = ("all_to_all", "iall_to_all")  # may have blocks of any lengths
 _SUMS = ("all_reduce", "iall_reduce", "reduce_scatter")  # sums that deterministic mode takes in rank order
 
 
@@ -69,7 +71,7 @@ class Fingerprint(NamedTuple):
     @property
     def kind(self) -> str:
         """What calls have in common that fit each other."""
-        shape = self.shape if self.verb != "all_to_all" else ""
+        shape = self.shape if self.verb not in UNEVEN else ""
         return f"{self.verb} {self.how} {shape} {self.dtype}"
 
     def told(self, with_how: bool) -> str:
@@ -97,7 +99,7 @@ def fingerprint(
     words = _HOW.get(verb, "").format(*how, ndim=a.ndim)[:_LONGEST_HOW].replace("|", "/")
     if in_order and verb in _SUMS:
         words += " in rank order"
-    even = verb != "all_to_all" or all(len(set(lengths)) == 1 for lengths in how[2:])
+    even = verb not in UNEVEN or all(len(set(lengths)) == 1 for lengths in how[2:])
     return Fingerprint(str(number), verb, words, shape, str(a.dtype), "even" if even else "", f"{place[0]:x}", place[1])
 
 

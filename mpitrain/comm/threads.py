@@ -19,7 +19,7 @@ from mpitrain.comm.transport import Array, Pending, Transport
 from mpitrain.comm.wire import KNOWN
 from mpitrain.errors import CollectiveMismatch, CommError
 
-_UNEVEN = ("all_to_all", "exchange")  # verbs to which ranks may bring different shapes
+_UNEVEN = ("all_to_all", "iall_to_all", "exchange")  # verbs to which ranks may bring different shapes
 _NOTHING = np.empty(0)
 
 

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from mpitrain.autograd.ops import IGNORE
-from mpitrain.backend import Array, array_module, to_device
+from mpitrain.backend import Array, array_module, to_device, to_host
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.order import Order
 from mpitrain.errors import ConfigError, DataError, ShapeError
@@ -41,6 +41,8 @@ class Batch:
         training: False for validation, which draws no noise.
         documents: int (b, whole sequence) number of each token's document, -1 for padding, where several share a row:
             a token attends to its own document only.  Whole also where the rest is a part of the sequence.
+        lengths: int64 (b,) how many tokens of each whole sequence are no padding, on the host; None, which only a batch
+            of whole sequences may leave it: as `row_lengths` finds them.
     """
 
     inputs: Array
@@ -51,6 +53,31 @@ class Batch:
     epoch: int = 0
     training: bool = True
     documents: Array | None = None
+    lengths: Array | None = None
+
+    @property
+    def row_lengths(self) -> Array:
+        """`lengths`, or where they are not given those of the documents, or else all where there is any target."""
+        if self.lengths is not None:
+            return self.lengths
+        if self.documents is not None:
+            return (to_host(self.documents) >= 0).sum(axis=1).astype(np.int64)
+        return np.where((to_host(self.targets) != IGNORE).any(axis=1), self.targets.shape[1], 0).astype(np.int64)
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences that are no padding."""
+        return int(np.count_nonzero(self.row_lengths))
+
+    @property
+    def real(self) -> Array | None:
+        """Bool (b, s), on the host: which of the tokens here are no padding; None: all."""
+        positions = to_host(self.positions)
+        if self.documents is not None:
+            inside = to_host(self.documents)[:, positions] >= 0
+        else:
+            inside = positions[None, :] < self.row_lengths[:, None]
+        return None if bool(inside.all()) else inside
 
     @property
     def count(self) -> int:
@@ -81,7 +108,8 @@ class Batch:
         places = np.asarray(positions)
         _check_places(places, self.inputs.shape[1])
         inputs, targets = (np.ascontiguousarray(tokens[:, places]) for tokens in (self.inputs, self.targets))
-        return replace(self, inputs=inputs, targets=targets, positions=self.positions[places])
+        positions = self.positions[places]
+        return replace(self, inputs=inputs, targets=targets, positions=positions, lengths=self.row_lengths)
 
     def slices(self, lengths: Sequence[int]) -> list[Batch]:
         """Consecutive slices of every sequence, which go through a pipeline one after the other.
@@ -108,6 +136,7 @@ class Batch:
                 inputs=np.ascontiguousarray(self.inputs[:, start:stop]),
                 targets=np.ascontiguousarray(self.targets[:, start:stop]),
                 positions=self.positions[start:stop],
+                lengths=self.row_lengths,
             )
             for start, stop in pairwise(accumulate(lengths, initial=0))
         ]
@@ -136,6 +165,7 @@ class Batch:
                 targets=self.targets[part],
                 places=self.places[part],
                 documents=None if self.documents is None else self.documents[part],
+                lengths=None if self.lengths is None else self.lengths[part],
             )
             for part in parts
         ]

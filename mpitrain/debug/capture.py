@@ -56,8 +56,8 @@ class Record(NamedTuple):
     the losses that this rank's forwards gave, 0 on ranks without the last stage; compute: the row of its F, B and W
     since the step before; batch: the step's place in its row, where several overlap; sent: (op, axis) of each kind of
     op that sent in a forward so far, over an axis of more than one rank; memory: MADE_AGAIN and SCORES_KEPT, those that
-    were seen so far; targets, loss, norm, learning rate, scale of the gradients, skipped (0 or 1), updates.  A step
-    that was cut short has what there was.
+    were seen so far; targets, loss, norm, learning rate, scale of the gradients, skipped (0 or 1), updates; of models
+    that count also rows, and counted: name -> numbers.  A step that was cut short has what there was.
     arrays: kind -> vector of all slabs, in the order of the begin's parameters or states.
     """
 
@@ -253,6 +253,9 @@ def _with_numbers(record: Record, report: StepReport) -> Record:
     """A step's record with what its ranks have agreed on."""
     numbers = {"targets": report.targets, "loss": report.loss, "norm": report.grad_norm, "learning rate": report.lr}
     record.facts.update(numbers, scale=report.scale, skipped=int(report.skipped))
+    if report.counted:
+        counted = {name: list(numbers) for name, numbers in report.counted.items()}
+        record.facts.update(rows=report.rows, counted=counted)
     return record
 
 

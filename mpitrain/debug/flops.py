@@ -26,14 +26,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpitrain.autograd.lazy import Product
+from mpitrain.autograd.lazy import GroupedProduct, Product
 from mpitrain.autograd.recompute import recomputing
 from mpitrain.debug.columns import aligned
 from mpitrain.events import Event
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
-_PRODUCTS = ("linear", "matmul")
+_PRODUCTS = ("linear", "matmul", "grouped_matmul")
 _ATTENTIONS = ("attention", "ring_attention", "rsa_attention", "slice_attention")
 
 
@@ -106,6 +106,8 @@ def _of_product_backward(info: Mapping[str, Any]) -> int:
             continue
         if isinstance(made, Product):
             length = made.a.shape[0]
+        elif isinstance(made, GroupedProduct):
+            length = made.a.shape[1]
         elif side == 0 or made.ndim == 1:
             length = made.shape[-1]
         else:

@@ -19,7 +19,8 @@
       ...
 
 A listener: it hears of actions, ops and messages, so no layer and no reducer knows of it.  A message belongs to the
-innermost op that has begun and not ended, hence to forward or to backward, and to the action that the executor is in.
+innermost op that has begun and not ended, hence to forward or to backward, and to the action that the executor is in;
+one that a module sends outside of ops, to the module.
 
 Bytes are what the door counts: payload times the factor of the best algorithm, whatever the MPI library does.  Time is
 that between the begin and the end of a call, and of a wait for one: also the time in which a rank waits for others that
@@ -35,13 +36,16 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from mpitrain.autograd.recompute import Recompute
+from mpitrain.autograd.tape import PATH
 from mpitrain.comm.site import site_of
 from mpitrain.events import Event, listen
 
 K = TypeVar("K", bound=Hashable)
 
-LIKE_BLOCKING = {"iall_reduce": "all_reduce", "isend": "send", "irecv": "recv"}
+LIKE_BLOCKING = {"iall_reduce": "all_reduce", "iall_to_all": "all_to_all", "isend": "send", "irecv": "recv"}
 ROWS = 20  # places that a table shows
+NO_OPS_OWN = ("", Recompute.title(), f"{Recompute.title()}.backward")  # the last two are around all that a module does
 
 
 class Place(NamedTuple):
@@ -134,6 +138,8 @@ class Ledger:
         verb = name.removeprefix("wait ")
         verb = LIKE_BLOCKING.get(verb, verb)
         path, op = self._ops[-1] if self._ops else ("", "")
+        if op in NO_OPS_OWN:
+            path = PATH.get() or path
         site = "" if op or self._action else site_of(sys._getframe(2))  # of who told us
         key = info["axis"], verb, self._action, path, op, site
         found = self._sums.get(key)

@@ -13,7 +13,8 @@
 
 A listener: the executor tells it of its actions, and no line of the executor is about time.  A step is seen from the
 beginning of its first F to the end of its last B or W over all ranks; what comes before and after them (counting
-targets, summing gradients, the update) is no matter of the schedule.
+targets, summing gradients, the update) is no matter of the schedule.  Of the time in F, B and W it also knows how much
+passed in messages over each axis: those of tensor parallelism, or of tokens on their way to experts.
 
 `perf_counter` is one clock for all processes of a host.  Between hosts clocks are compared at a few barriers, which is
 good to about the time of a small message.
@@ -25,7 +26,7 @@ import platform
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,11 +43,16 @@ BARRIERS = 5  # at which the clocks of hosts are compared
 
 
 class _Step(NamedTuple):
-    """What one rank did: spans in seconds of its own clock; at each end the bytes in flight, if they were asked for."""
+    """What one rank did.
+
+    spans: in seconds of its own clock; nbytes: at each end the bytes in flight, if they were asked for; inside: seconds
+    of F, B and W in messages, by axis.
+    """
 
     spans: list[Span]
     seen: set[Action]
     nbytes: list[int]
+    inside: dict[str, float]
 
 
 class Stopwatch:
@@ -62,12 +68,16 @@ class Stopwatch:
         self._with_bytes = with_bytes
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._executor: object = None
-        self._began = 0.0
+        self._began = self._message_began = 0.0
+        self._inside: dict[str, float] = {}  # of the action that runs
 
     def __call__(self, event: Event) -> None:
+        if event.kind == "message":
+            self._message(event)
         if event.kind != "action":
             return
         if event.phase == "begin":
+            self._inside = {}
             self._began = time.perf_counter()
             return
         now = time.perf_counter()
@@ -75,12 +85,22 @@ class Stopwatch:
         # Every action stands once in a row, so one that comes again is of the next step.
         if not self._steps or executor is not self._executor or action in self._steps[-1].seen:
             self._executor = executor
-            self._steps.append(_Step([], set(), []))
+            self._steps.append(_Step([], set(), [], {}))
         step = self._steps[-1]
         step.spans.append(Span(action, self._began, now))
         step.seen.add(action)
         if self._with_bytes:
             step.nbytes.append(executor.bytes_in_flight)
+        if action.kind in COMPUTE:
+            for axis, seconds in self._inside.items():
+                step.inside[axis] = step.inside.get(axis, 0.0) + seconds
+
+    def _message(self, event: Event) -> None:
+        if event.phase == "begin":
+            self._message_began = time.perf_counter()
+            return
+        axis = event.info["axis"]
+        self._inside[axis] = self._inside.get(axis, 0.0) + time.perf_counter() - self._message_began
 
     def __len__(self) -> int:
         """Steps that are kept."""
@@ -110,7 +130,7 @@ class Stopwatch:
         found = axis.exchange(
             None
             if mine is None or not any(span.action.kind == "F" for span in mine.spans)
-            else [[[str(action), start, stop] for action, start, stop in mine.spans], mine.nbytes]
+            else [[[str(action), start, stop] for action, start, stop in mine.spans], mine.nbytes, mine.inside]
         )
         lacking = [rank for rank, lane in enumerate(found) if lane is None]
         if lacking:
@@ -121,10 +141,11 @@ class Stopwatch:
         fast = _clock_offsets(axis)
         lanes = [
             [Span(parse(text), start - ahead, stop - ahead) for text, start, stop in lane]
-            for (lane, _), ahead in zip(found, fast, strict=True)
+            for (lane, _, _), ahead in zip(found, fast, strict=True)
         ]
-        counted = [nbytes for _, nbytes in found]
-        return Measured.of(lanes, tuple(map(max, counted)) if all(counted) else None)
+        counted = [nbytes for _, nbytes, _ in found]
+        inside = [seconds for _, _, seconds in found]
+        return Measured.of(lanes, tuple(map(max, counted)) if all(counted) else None, inside)
 
 
 @dataclass(frozen=True)
@@ -135,15 +156,23 @@ class Measured:
     it was posted, a receive's when the message was there.
     makespan: the end of the last B or W over all ranks.
     peak_bytes: for each rank the most bytes in flight at the end of an action, None where they were not noted.
+    inside: for each rank the part of `busy` that passed in messages of F, B and W, waiting for other ranks included, by
+    axis: `{"ep": 3.1, "tp": 0.8}`.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     makespan: float
     peak_bytes: tuple[int, ...] | None
+    inside: tuple[Mapping[str, float], ...] = ()
 
     @classmethod
-    def of(cls, lanes: Sequence[Sequence[Span]], peak_bytes: tuple[int, ...] | None = None) -> Measured:
-        """From spans in seconds by one clock, one lane a rank."""
+    def of(
+        cls,
+        lanes: Sequence[Sequence[Span]],
+        peak_bytes: tuple[int, ...] | None = None,
+        inside: Sequence[Mapping[str, float]] | None = None,
+    ) -> Measured:
+        """From spans and times of messages in seconds by one clock, one lane a rank."""
         work = [span for lane in lanes for span in lane if span.action.kind in COMPUTE]
         begin, end = min(span.start for span in work), max(span.stop for span in work)
         spans = tuple(
@@ -154,7 +183,8 @@ class Measured:
             )
             for lane in lanes
         )
-        return cls(spans, 1e3 * (end - begin), peak_bytes)
+        times = [{axis: 1e3 * seconds for axis, seconds in of.items()} for of in inside or [{} for _ in lanes]]
+        return cls(spans, 1e3 * (end - begin), peak_bytes, tuple(times))
 
     @property
     def busy(self) -> tuple[float, ...]:

@@ -361,6 +361,43 @@ def _setting(
     return causal, scale, mask, rows, keys, _threshold(drop), keep_scale(drop), scratch, scores, brain
 
 
+# ------------------------------------------------------------------------------------------------------------ experts
+
+
+def combine(out: Array, gates: Array, places: Array) -> Array:
+    compute = _precision(out)
+    if compute is None or not _picks(compute, out, gates, places):
+        return reference.combine(out, gates, places)
+    y = np.empty((places.shape[0], out.shape[1]), out.dtype)
+    spare = _spare(out, compute, 2, out.shape[1])
+    _compiled.combine(_given(out), _solid(gates), _integers(places), _raw(y), spare)
+    return y
+
+
+def combine_backward(grad: Array, out: Array, gates: Array, places: Array) -> tuple[Array, Array]:
+    compute = _precision(out, grad)
+    if compute is None or not _picks(compute, out, gates, places):
+        return reference.combine_backward(grad, out, gates, places)
+    d_out, d_gates = np.empty(out.shape, out.dtype), np.empty(gates.shape, compute)
+    spare = _spare(out, compute, 2, out.shape[1])
+    _compiled.combine_backward(_given(grad), _given(out), _solid(gates), _integers(places), _raw(d_out), d_gates, spare)
+    return d_out, d_gates
+
+
+def _picks(compute: Any, out: Array, gates: Array, places: Array) -> bool:
+    """Whether C can pick these places: there are some, and rows that are no mere points."""
+    return _fits(gates) and gates.dtype == compute and type(places) is np.ndarray and bool(places.size and out.shape[1])
+
+
+def jitter(x: Array, rows: Array, amount: float) -> Array:
+    compute = _precision(x)
+    if compute is None or type(rows) is not np.ndarray or not 0 < x.size < 2**32:
+        return reference.jitter(x, rows, amount)
+    y = np.empty(x.shape, x.dtype)
+    _compiled.jitter(_given(x), _solid(rows), amount, _raw(y), _spare(x, compute, 2, x.shape[-1]))
+    return y
+
+
 # ------------------------------------------------------------------------------------------- embedding and optimizer
 
 

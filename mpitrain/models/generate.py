@@ -20,7 +20,8 @@ def generate(
     give the same text on every layout.
 
     Args:
-        model: a GPT; under tensor parallelism all ranks of the axis call together.
+        model: a GPT; the ranks of one pp, tp and ep axis call together, those of ep because they hold experts for each
+            other.
         prompt: token ids, at least one.
         temperature: scores are divided by it; 0 takes the likeliest token every time.
 

@@ -39,6 +39,9 @@ from mpitrain.nn.module import PRECISION, Boundary, Module
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.scaler import BlockScaler
 from mpitrain.parallel import context
+from mpitrain.parallel.expert.counted import length
+from mpitrain.parallel.expert.experts import check
+from mpitrain.parallel.expert.moe import OF_EVALUATION, Tokens
 from mpitrain.parallel.sequence import SEQUENCE, between
 from mpitrain.parallel.stages import Links, check_whole, pass_through, stages_here
 from mpitrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, cross_entropy
@@ -59,6 +62,7 @@ class GPT(Module):
         mesh: the layout; the model is the same on every one.
         sequence_parallel: cut the stream between tensor-parallel regions along the sequence, over tp.
         cp_attention: how attention reaches other ranks' keys where mesh.cp is larger than 1: ring, ulysses, rsa.
+        expert_overlap: half of a rank's experts work while the rows of the other half travel, over ep.
         partition: how many blocks each stage of a pipeline has; None: as many each, as far as that goes.  Stage q is
             on rank q mod pp; there may be several a rank.
         seed: of the initial values and of dropout.
@@ -86,6 +90,7 @@ class GPT(Module):
         *,
         sequence_parallel: bool = False,
         cp_attention: str = "ring",
+        expert_overlap: bool = False,
         partition: Partition | None = None,
         seed: int = 0,
         dtype: Any = np.float32,
@@ -106,8 +111,16 @@ class GPT(Module):
             )
         self.branch_scales = scales
         self.stream_dtype = dtype if scales is None else wide(dtype)
-        cuts = Cuts(mesh, self.sequence_parallel, cp_attention, keep_scores, scales, dtype)
+        overlap = expert_overlap and mesh.ep.size > 1
+        cuts = Cuts(mesh, self.sequence_parallel, cp_attention, keep_scores, scales, dtype, overlap)
         self.positions_here = self._positions_here(config, cuts)
+        routing = config.routing
+        if routing is not None:
+            check(
+                "experts", routing.experts, 4 * config.width, mesh.ep, mesh.tp
+            )  # also where this rank's stages have no experts
+            self.counted = {f"blocks.{n}.mlp": length(routing.experts) for n in routing.layers(config.layers)}
+        self._draws = config.dropout > 0 or (routing is not None and routing.draws)
         self.partition = balance([1.0] * config.layers, mesh.pp.size) if partition is None else partition
         self.num_stages = self.partition.stages
         self.stages = stages_here(self.partition, config.layers, mesh.pp)
@@ -179,13 +192,22 @@ class GPT(Module):
         self, stage: int, batch: Batch, inputs: tuple[Tensor, ...], carry: Carry | None
     ) -> tuple[Tensor, ...]:
         self._check_part(batch)
+        routed = self._tokens(batch)
         batch = batch.to(self.like)
-        draw = batch.draw(self.seed) if self.config.dropout else None
-        this = Pass(draw, positions=batch.positions, documents=batch.documents, carry=carry)
+        draw = batch.draw(self.seed) if self._draws else None
+        this = Pass(draw, positions=batch.positions, documents=batch.documents, carry=carry, tokens=routed)
         x = self._stage(stage, batch.inputs, this, *inputs)
         if stage < self.num_stages - 1:
             return (x,)
         return (cross_entropy(self._scores(x), batch.targets, self.tp, vocab=self.config.vocab),)
+
+    def _tokens(self, batch: Batch) -> Tokens:
+        """What experts need to know of a batch on the host."""
+        if self.config.routing is None:
+            return OF_EVALUATION
+        real = batch.real
+        here = None if real is None else to_device(real, self.like)
+        return Tokens(batch.training, None, batch.positions, batch.row_lengths, here)
 
     def boundary(self, stage: int, batch: Batch) -> tuple[Boundary, ...]:
         return self._boundary(*batch.inputs.shape) if stage else ()
@@ -206,7 +228,8 @@ class GPT(Module):
         length = tokens.shape[1]
         mine = self._stream_slice(length)
         if this.draw is not None:
-            this = this._replace(stream=this.draw.at(mine))
+            stream = this.draw.at(mine)
+            this = this._replace(stream=stream, tokens=this.tokens._replace(draw=stream))
         if stage == 0:
             x = self.drop(self.table(tokens) + self._positions(length, mine, this.positions), this.stream)
         else:
@@ -240,7 +263,7 @@ class GPT(Module):
         return self._scores(before[0])
 
     def next_scores(self, inputs: Array) -> np.ndarray:
-        """Scores of the token after the last one, on every rank of pp and tp; collective over both.
+        """Scores of the token after the last one, on every rank of pp and tp; collective over both, and over ep.
 
         Args:
             inputs: (b, s) token ids, the whole sequence, also under context parallelism.

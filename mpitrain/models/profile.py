@@ -1,7 +1,8 @@
 """How long the parts of a model take on this machine: what a pipeline's stages are balanced by.
 
-The parts are stages of a small pipeline on this rank alone: embedding | one block | last norm, head and loss.  Each
-goes forward and backward as in training, dropout included, and sends nothing.
+The parts are stages of a small pipeline on this rank alone: embedding | one block | last norm, head and loss; where
+only some blocks have experts, one block of either kind.  Each goes forward and backward as in training, dropout
+included, and sends nothing.
 """
 
 from __future__ import annotations
@@ -31,35 +32,46 @@ class Measured(NamedTuple):
     """Seconds of one micro-batch, forward and backward."""
 
     embedding: float
-    block: float
+    blocks: tuple[float, ...]
     head: float
 
 
-def measured_costs(config: GPTConfig, rows: int, dtype: Any = np.float32, seed: int = 0, xp: Any = np) -> Measured:
+def measured_costs(
+    config: GPTConfig, rows: int, dtype: Any = np.float32, seed: int = 0, xp: Any = np, ep: int = 1
+) -> Measured:
     """Time the parts of a model: the shortest of a few repetitions each, after one that does not count.
 
     The layout does not matter: axes over which layers are cut divide all three alike, so the ratios stay.  Other ranks
     measure other times; who needs the same on all of them takes those of one.
 
     Args:
-        config: the model; its number of blocks does not matter.
+        config: the model; of its blocks one of each kind is timed, and the others take as long.
         rows: sequences of a micro-batch on one rank.
         dtype: of weights, activations and gradients.
         seed: of the initial values.
         xp: where to compute: numpy, or cupy for this rank's device.
+        ep: ranks over which experts are spread: as many tokens as this rank has go through an ep-th of them.
 
-    Cost: memory of a model of one block; `LONGEST` seconds a part and two repetitions at most.
+    Cost: memory of a model of one block, or two; `LONGEST` seconds a part and two repetitions at most.
     """
-    one_block = Partition((0, 1, 0))
+    kinds = sorted({config.has_experts(block) for block in range(config.layers)})  # in this order, if there are both
+    routing = config.routing if True in kinds else None
+    if routing is not None:
+        experts = max(routing.top_k, routing.experts // ep)
+        routing = replace(routing, experts=experts, every=len(kinds))
+    sizes = replace(config, layers=len(kinds), routing=routing)
+    one_each = Partition((0, *(1 for _ in kinds), 0))
     mesh = Mesh(World(Alone(), "none"))
     keep_freed_memory()  # as in training: page faults would be most of what is measured
     token = LISTENERS.set(())  # nobody should take this for training
     try:
         with collection_paused(), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            model = GPT(replace(config, layers=1), mesh, partition=one_block, seed=seed, dtype=dtype, xp=xp)
-            return Measured(*(_shortest(model, stage, _batch(config, rows)) for stage in model.stages))
+            model = GPT(sizes, mesh, partition=one_each, seed=seed, dtype=dtype, xp=xp)
+            embedding, *taken, head = (_shortest(model, stage, _batch(config, rows)) for stage in model.stages)
     finally:
         LISTENERS.reset(token)
+    of_kind = dict(zip(kinds, taken, strict=True))
+    return Measured(embedding, tuple(of_kind[config.has_experts(block)] for block in range(config.layers)), head)
 
 
 def _batch(config: GPTConfig, rows: int) -> Batch:

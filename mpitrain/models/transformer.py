@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.autograd import ops
+from mpitrain.autograd.auxiliary import add_loss
 from mpitrain.autograd.ops.branch import Scales, enter_branch, leave_branch
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
@@ -21,12 +22,16 @@ from mpitrain.errors import ShapeError
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, LayerNorm, Residual
 from mpitrain.nn.module import Module
+from mpitrain.nn.parameter import Parameter
 from mpitrain.parallel import context
 from mpitrain.parallel.context.layout import same_document
+from mpitrain.parallel.expert import Moe
+from mpitrain.parallel.expert.moe import OF_EVALUATION, Tokens
 from mpitrain.parallel.grouped import GroupedColumns
 from mpitrain.parallel.sequence import between
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
 from mpitrain.rng import Draw
+from mpitrain.routing import Routing
 
 if TYPE_CHECKING:
     from mpitrain.autograd.carry import Carry
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The numbers that make a GPT.
+    """The numbers that make a GPT; `routing` those of its mixture of experts, None where every block has an MLP.
 
     width must be divisible by heads, heads by kv_heads (heads of keys and values, shared by groups of queries; None: as
     many as heads); seq_len is the longest sequence that the positions know.
@@ -49,6 +54,7 @@ class GPTConfig:
     tied: bool = False
     gelu: str = "tanh"
     kv_heads: int | None = None
+    routing: Routing | None = None
 
     @property
     def groups(self) -> int:
@@ -59,35 +65,63 @@ class GPTConfig:
     def _qkv_width(self) -> int:
         return self.width + 2 * self.groups * (self.width // self.heads)
 
+    def has_experts(self, block: int) -> bool:
+        """Whether a block, by its global number, has experts in the place of its MLP."""
+        return self.routing is not None and self.routing.has_experts(block)
+
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, counted once."""
-        embedding, block, head = self.parameters_of_parts
-        return embedding + self.layers * block + head - (self.vocab * self.width if self.tied else 0)
+        embedding, blocks, head = self.parameters_of_parts
+        return embedding + sum(blocks) + head - (self.vocab * self.width if self.tied else 0)
 
     @property
-    def parameters_of_parts(self) -> tuple[int, int, int]:
-        """Parameters of (embedding with positions, one block, last norm with head)."""
-        block = (self.width + 1) * self._qkv_width + 9 * self.width**2 + 10 * self.width
-        table = self.vocab * self.width
-        return table + self.seq_len * self.width, block, table + 2 * self.width
+    def num_expert_parameters(self) -> int:
+        """Those of them that are weights of experts."""
+        routing = self.routing
+        return 0 if routing is None else len(routing.layers(self.layers)) * routing.experts * 8 * self.width**2
 
     @property
-    def flops_of_a_token(self) -> tuple[int, int]:
-        """Flops of one block, forward and backward: (a token's own, a token's for each key that it sees)."""
-        return 6 * self.width * (self._qkv_width + 9 * self.width), 12 * self.width
+    def num_active_parameters(self) -> int:
+        """Those of them that one token meets: of the experts of a layer its own k."""
+        if self.routing is None:
+            return self.num_parameters
+        idle = self.routing.experts - self.routing.top_k
+        return self.num_parameters - self.num_expert_parameters * idle // self.routing.experts
 
     @property
-    def flops_of_parts(self) -> tuple[int, int, int]:
-        """Flops of a token, forward and backward: (embedding, one block, head)."""
-        own, for_each_key = self.flops_of_a_token
-        return 0, own + for_each_key * self.seq_len // 2, 6 * self.vocab * self.width
+    def parameters_of_parts(self) -> tuple[int, tuple[int, ...], int]:
+        """Parameters of (embedding with positions, each block, last norm with head)."""
+        h, table = self.width, self.vocab * self.width
+        attention = (h + 1) * self._qkv_width + h * h + 5 * h  # with the two norms
+        dense, routed = 8 * h * h + 5 * h, 0
+        if self.routing is not None:
+            routed = self.routing.experts * (8 * h * h + h)  # experts without biases, and a column of the router each
+        blocks = tuple(attention + (routed if self.has_experts(block) else dense) for block in range(self.layers))
+        return table + self.seq_len * h, blocks, table + 2 * h
+
+    def flops_of_a_token(self, block: int) -> tuple[int, int]:
+        """Flops of a block, forward and backward: (a token's own, a token's for each key that it sees).
+
+        Where it has experts these are those of the router and of the k that a token has.
+        """
+        h, of_mlp = self.width, 8 * self.width
+        if self.routing is not None and self.has_experts(block):
+            of_mlp = self.routing.top_k * 8 * h + self.routing.experts
+        return 6 * h * (self._qkv_width + h + of_mlp), 12 * h
+
+    @property
+    def flops_of_parts(self) -> tuple[int, tuple[int, ...], int]:
+        """Flops of a token, forward and backward: (embedding, each block, head)."""
+        costs = map(self.flops_of_a_token, range(self.layers))
+        blocks = tuple(own + for_each_key * self.seq_len // 2 for own, for_each_key in costs)
+        return 0, blocks, 6 * self.vocab * self.width
 
     @property
     def flops_per_token(self) -> int:
-        """Flops of the matrix products, forward and backward: 6 a weight, and 12 s h for attention."""
-        own, for_each_key = self.flops_of_a_token
-        return self.layers * (own + for_each_key * self.seq_len) + 6 * self.vocab * self.width
+        """Flops of the matrix products, forward and backward: 6 a weight that a token meets, 12 s h for attention."""
+        costs = map(self.flops_of_a_token, range(self.layers))
+        return sum(own + for_each_key * self.seq_len for own, for_each_key in costs) + 6 * self.vocab * self.width
 
 
 @dataclass(frozen=True)
@@ -101,6 +135,7 @@ class Cuts:
         keep_scores: whether attention keeps its scores for backward, where whole sequences are here.
         scales: of the gradients of each branch; None: they have none.
         dtype: in which branches compute, if they have scales.
+        expert_overlap: whether half of a rank's experts work while the rows of the other half travel.
     """
 
     mesh: Mesh
@@ -109,6 +144,7 @@ class Cuts:
     keep_scores: bool = False
     scales: Scales | None = None
     dtype: Any = None
+    expert_overlap: bool = False
 
 
 class Pass(NamedTuple):
@@ -121,6 +157,7 @@ class Pass(NamedTuple):
             sequences are here, whatever the mesh.
         documents: (b, whole sequence) as in `Batch`.
         carry: what earlier slices of these sequences left; None: there are none.
+        tokens: what experts need to know of them.
     """
 
     draw: Draw | None = None
@@ -128,6 +165,7 @@ class Pass(NamedTuple):
     positions: Array | None = None
     documents: Array | None = None
     carry: Carry | None = None
+    tokens: Tokens = OF_EVALUATION
 
 
 PLAIN = Pass()
@@ -238,7 +276,7 @@ class Mlp(Module):
 
 
 class Block(Module):
-    """One layer of the model: attention, then MLP, each behind a norm and beside a residual.
+    """One layer of the model: attention, then MLP or experts, each behind a norm and beside a residual.
 
     With scales the stream, norms and the last bias of each branch are float32, and a branch gets and gives half
     precision (`mpitrain.autograd.ops.branch`).
@@ -254,19 +292,45 @@ class Block(Module):
         self.attention = Attention(f"{name}.attention", config, cuts)
         self.drop1 = Residual(f"{name}.drop1", config.dropout)
         self.norm2 = LayerNorm(f"{name}.norm2", config.width, spec=spec)
-        self.mlp = Mlp(f"{name}.mlp", config, cuts)
+        routing = config.routing
+        self.mlp: Mlp | Moe
+        if routing is not None and routing.has_experts(number):
+            self.mlp = Moe(
+                f"{name}.mlp",
+                routing,
+                config.width,
+                4 * config.width,
+                cuts.mesh,
+                sequence_parallel=cuts.sequence_parallel,
+                gelu=config.gelu,
+                layers=config.layers,
+                overlap=cuts.expert_overlap,
+            )
+        else:
+            self.mlp = Mlp(f"{name}.mlp", config, cuts)
         self.drop2 = Residual(f"{name}.drop2", config.dropout)
 
         if self.scales is not None:
-            ends = (self.attention.proj.bias, self.mlp.down.bias)
+            ends = (self.attention.proj.bias, self._last_bias)
             for p in (*self.norm1.parameters(), *self.norm2.parameters(), *(p for p in ends if p is not None)):
-                p.in_full = True
+                p.in_full = p.outside = True
 
     def forward(self, x: Tensor, this: Pass) -> Tensor:
         branch = self._leave(0, self.attention(self._enter(0, self.norm1(x)), this), x)
         x, normed = self.drop1.then(self.norm2, x, branch, self.attention.proj.bias, this.stream)
-        branch = self._leave(1, self.mlp(self._enter(1, normed)), x)
-        return self.drop2(x, branch, self.mlp.down.bias, this.stream)
+        entered = self._enter(1, normed)
+        if isinstance(self.mlp, Moe):
+            made, losses = self.mlp(entered, this.tokens)
+            for loss, coefficient in losses:
+                add_loss(self.mlp.name, self._leave(1, loss, x), coefficient)
+        else:
+            made = self.mlp(entered)
+        return self.drop2(x, self._leave(1, made, x), self._last_bias, this.stream)
+
+    @property
+    def _last_bias(self) -> Parameter | None:
+        """That of the layer which ends the block; experts have none."""
+        return None if isinstance(self.mlp, Moe) else self.mlp.down.bias
 
     def _enter(self, which: int, x: Tensor) -> Tensor:
         """Into attention (0) or MLP (1)."""

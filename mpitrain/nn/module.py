@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,6 +64,8 @@ class Module:
         num_stages: stages of the whole model.
         stages: numbers of those that this rank holds, ascending.
         branch_scales: of the gradients of the model's residual branches (`BlockScaler`); None: they have none.
+        counted: names and lengths of the vectors that forward passes of the whole model count
+            (`mpitrain.autograd.auxiliary`), the same on all ranks; a model that has them has rows to count, too.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
     """
 
@@ -74,6 +77,7 @@ class Module:
     stages: tuple[int, ...] = (0,)
     recompute: bool = False
     branch_scales: Any = None
+    counted: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, name: str = "") -> None:
         self.name = name

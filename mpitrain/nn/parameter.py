@@ -52,6 +52,8 @@ class Parameter(Tensor):
 
     Attributes:
         in_full: keep it in at least float32 where the model is of half precision; set before `materialize`.
+        outside: it is used outside of the residual branch that it has its name from, as the last bias of a branch is,
+            which is added with the residual: its gradient carries no scale of the branch.
 
     After `materialize`: `.data` and `.grad` are this rank's slab (views of flat buffers), `.rectangle` its slices in
     the full tensor, `.master` what an update changes.  `.grad` and `.master` are float32 where `.data` is a half; else
@@ -68,6 +70,7 @@ class Parameter(Tensor):
         "in_full",
         "init",
         "name",
+        "outside",
         "rectangle",
         "spec",
         "touched",
@@ -96,6 +99,7 @@ class Parameter(Tensor):
         super().__init__(np.empty(0), requires_grad=True)
         self.weight_side = True
         self.in_full = False
+        self.outside = False
         self.grad: Array = self.data
         self._master: Array | None = None
         self.touched = False
@@ -149,6 +153,7 @@ class Flat:
 
     Args:
         parameters: in the model's order; each gets views of the buffers.
+        places: of each of them among all parameters of the model here; other buffers hold the rest.
         axes: the atomic axes over whose merge their gradients are summed.
         dtype: of the values.
 
@@ -157,8 +162,16 @@ class Flat:
         grads: in at least float32.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], axes: tuple[str, ...], dtype: Any, xp: Any) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        places: Sequence[int],
+        axes: tuple[str, ...],
+        dtype: Any,
+        xp: Any,
+    ) -> None:
         self.parameters = tuple(parameters)
+        self.places = tuple(places)
         self.axes = axes
         sizes = [int(np.prod(slab_shape(p.rectangle), dtype=np.int64)) for p in self.parameters]
         self.offsets = [int(offset) for offset in np.cumsum([0, *sizes])]
@@ -203,12 +216,15 @@ def materialize(
     Returns:
         One `Flat` for each set of axes over which gradients are summed and each dtype, in order of first appearance.
     """
-    groups: dict[tuple[tuple[str, ...], Any], list[Parameter]] = {}
-    for p in parameters:
+    groups: dict[tuple[tuple[str, ...], Any], list[int]] = {}
+    for place, p in enumerate(parameters):
         p.rectangle = slab(p.full_shape, p.spec, coords, sizes)
         stored = wide(dtype) if p.in_full else np.dtype(dtype)
-        groups.setdefault((p.spec.replicate_axes(), stored), []).append(p)
-    flats = [Flat(members, axes, stored, xp) for (axes, stored), members in groups.items()]
+        groups.setdefault((p.spec.replicate_axes(), stored), []).append(place)
+    flats = [
+        Flat([parameters[place] for place in places], places, axes, stored, xp)
+        for (axes, stored), places in groups.items()
+    ]
     for p in parameters:
         p.master[...] = xp.asarray(p.init(p.name, p.full_shape, p.rectangle, seed).astype(wide(dtype)))
         p.refresh()

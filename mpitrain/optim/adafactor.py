@@ -63,7 +63,8 @@ def update(
         X = X - lr weight_decay X - alpha M                                        alpha of the X before
 
     A vector or a scalar keeps V itself, V = beta2 V + (1 - beta2) (G^2 + eps1).  Of a tensor of more dims the last two
-    make matrices, each with row and column sums of its own; RMS is over all of them.
+    make matrices, each with row and column sums of its own, as one of each expert in (E, a, b); RMS is over all of
+    them, as in torch.optim.Adafactor.
 
     Weights decay by lr, not by alpha, as in torch.optim.Adafactor and in AdamW.
 

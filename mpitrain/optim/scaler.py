@@ -200,7 +200,8 @@ class BlockScaler:
 
     Args:
         branches: how the names of each branch's parameters begin, in order (`blocks.0.attention.`).  Parameters that
-            are kept in full precision, or belong to no branch, carry no scale.
+            belong to no branch, or are used `outside` of theirs, carry no scale; a router, which is kept in full
+            precision within its branch, does.
         start: the scale of every branch at the start.
         lowest, highest: bounds of the scales.
         patience: skipped steps in a row after which something else than the scales is wrong.
@@ -250,7 +251,7 @@ class BlockScaler:
         return self.scales[branch]
 
     def group(self, p: Parameter) -> int:
-        if p.in_full:
+        if p.outside:
             return 0
         if p.name not in self._groups:
             found = (k for k, prefix in enumerate(self.branches, start=1) if p.name.startswith(prefix))

@@ -66,8 +66,9 @@ class BucketedReducer:
     """All-reduces of slices, started while backward still computes the gradients of earlier layers.
 
     Buckets are cut from the end of each flat buffer, because backward finishes the last layer first.  They are started
-    strictly in that order, which is fixed here and the same on all ranks: a bucket that happens to be ready early waits
-    for those before it.
+    in the order in which it finishes them, whichever buffer they are of: experts, which are summed over fewer ranks,
+    leave between the layers beside them.  That order is fixed here and the same on all ranks, also where data decides
+    which weights are used: a bucket that happens to be ready early waits for those before it.
 
     Args:
         flats: the model's flat buffers.
@@ -76,16 +77,15 @@ class BucketedReducer:
     """
 
     def __init__(self, flats: Sequence[Flat], mesh: Mesh, bucket_bytes: int = 1 << 20) -> None:
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Parameter, _Bucket] = {}
+        made: list[tuple[int, _Bucket]] = []  # place of its first parameter, which backward finishes last
         for flat in flats:
             if not flat.axes:
                 continue
             axis = mesh.merged(flat.axes)
             for first, last in _cut_from_the_end(flat, bucket_bytes):
-                bucket = _Bucket(flat, first, last, axis)
-                self._buckets.append(bucket)
-                self._bucket_of.update((p, bucket) for p in bucket.parameters)
+                made.append((flat.places[first], _Bucket(flat, first, last, axis)))
+        self._buckets = [bucket for _, bucket in sorted(made, key=lambda one: one[0], reverse=True)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._local = [p for flat in flats if not flat.axes for p in flat.parameters]
         self._started = 0
 

@@ -113,7 +113,7 @@ def _compare(members: Sequence[Parameter], axis: Communicator, when: str) -> Non
             )
 
 
-SAME_ON_CP = ("places", "documents", "step", "epoch", "training")
+SAME_ON_CP = ("places", "documents", "lengths", "step", "epoch", "training")
 SAME_ON_TP = (*SAME_ON_CP, "positions", "inputs", "targets")
 """Fields of a batch that ranks of these axes must be given alike."""
 
@@ -148,6 +148,31 @@ def check_batch(batch: Batch, mesh: Mesh) -> None:
                     f" of axis {axis} work on the same rows.\n"
                     "Rows are divided over the data axis alone: batches(batch, mesh.dp.rank, mesh.dp.size, ...)."
                 )
+
+
+def other_number(batches: int, mesh: Mesh) -> DataError | None:
+    """What is wrong if ranks of ep come to another number of batches.  Collective over ep.
+
+    They hold experts for each other's tokens, so each takes part in every pass, or the others wait for it.
+
+    Args:
+        batches: that this rank was given up to now.
+        mesh: the layout.
+
+    Returns:
+        The error, the same on the ranks of ep, which have not begun the pass; others know nothing of it yet.
+
+    Cost: one small message; nothing where ep has one rank.
+    """
+    found = mesh.ep.exchange(batches)
+    fewest, most = (found.index(number) for number in (min(found), max(found)))
+    if fewest == most:
+        return None
+    return DataError(
+        f"rank {mesh.ep.ranks[fewest]} ran out of batches, after {found[fewest]}, while rank {mesh.ep.ranks[most]} has"
+        " more: ranks of axis ep hold experts for each other, and all take part in every pass.\n"
+        "Give each as many, filled up with batches of padding (targets -100), as Tokens.validation does."
+    )
 
 
 def _digest(arrays: Iterable[Array]) -> str:

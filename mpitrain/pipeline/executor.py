@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.autograd.auxiliary import collect, seeds_of
 from mpitrain.autograd.carry import Carry
 from mpitrain.autograd.recompute import CHECKS_PURITY, RECOMPUTING
 from mpitrain.autograd.tape import Tape
@@ -35,7 +36,7 @@ from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import Scaler
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
-from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch
+from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch, other_number
 from mpitrain.parallel.stages import Links, pass_through
 from mpitrain.pipeline.action import Action, Row, Schedule, row_text
 from mpitrain.pipeline.alike import compare_what_is_given, scaler_of
@@ -311,11 +312,11 @@ class Executor:
                 sum_over_ends(self.model.parameters(), self.mesh)
             case "STEP":
                 number = action.micro or 0
-                report = self._update.make(number, run.losses[number], run.targets[number])
+                report = self._update.make(number, run.measured(number))
                 run.reports += [report] if report is not None else []
         if run.at_end:  # with the last action, so that who listens sees these messages in a step
             self.links.finish()
-            run.reports += self._update.close(run.losses, run.targets)
+            run.reports += self._update.close([run.measured(number) for number in range(len(run.batches))])
 
     def _load(self, action: Action, run: Running) -> None:
         assert action.micro is not None
@@ -328,8 +329,12 @@ class Executor:
         run.parts.update(((action.micro, part), piece) for part, piece in enumerate(parts))
 
     def _count(self, number: int, run: Running) -> None:
-        mine = np.array([sum(micro.count for micro in run.micros[number])], np.int64)
-        run.targets[number] = int(self._axis.all_reduce(mine)[0])
+        mine = [sum(micro.count for micro in run.micros[number])]
+        if self.model.counted:  # what it adds to the objective is a mean over rows
+            mine.append(sum(micro.rows for micro in run.micros[number]))
+        targets, *rows = self._axis.all_reduce(np.array(mine, np.int64))
+        run.targets[number] = int(targets)
+        run.rows[number] = int(sum(rows)) // self.mesh.cp.size  # whose ranks hold parts of the same rows
         self.empty_steps += run.targets[number] == 0
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -372,9 +377,10 @@ class Executor:
         carry = self._carry(action, run)
         if self.versions is not None:
             self.versions.enter(key, run.plan.batch_of(action))
-        with Tape() as tape:
+        with collect() as said, Tape() as tape:
             outputs = self.model.run_stage(stage, run.part(action), *inputs, carry=carry)
-        flight = run.flying[key] = Flight(tape, inputs, outputs, carry)
+        flight = run.flying[key] = Flight(tape, inputs, outputs, carry, said.losses)
+        said.add_to(run.counts[run.plan.batch_of(action)])
         if stage == self.model.num_stages - 1:
             run.losses[run.plan.batch_of(action)] += float(to_host(outputs[0].data))
         elif self.links.is_here(stage + 1):
@@ -402,6 +408,9 @@ class Executor:
         else:
             gradients = run.gradients.pop(key)
         seeds, untouched = flight.seeds(gradients)
+        if flight.losses:
+            rows = run.rows[run.plan.batch_of(action)]
+            seeds += seeds_of(flight.losses, (1.0 if self.scaler is None else self.scaler.seed) / max(rows, 1))
         if flight.carry is not None:
             seeds += flight.carry.seeds(part)
         if run.plan.is_split(action):
@@ -437,12 +446,21 @@ class Executor:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the valid targets of all ranks' batches, without tape and dropout; the same on every rank.
 
-        Ranks of the data axis may have different numbers of batches, or none; those of one pipeline the same.
+        Ranks of the data axis may have different numbers of batches, or none; those of one pipeline the same, and so
+        those of ep, which work together on every batch: whoever has none left gives one of padding.
+
+        Raises:
+            DataError: ranks of ep were given different numbers of batches; on every rank.
         """
         sums = np.zeros(2, np.float64)
         last = self.model.num_stages - 1
-        waiting = iter(batches)
-        while group := list(islice(waiting, self.mesh.pp.size)):  # as many as keep all stages at work
+        waiting, given = iter(batches), 0
+        while True:
+            group = list(islice(waiting, self.mesh.pp.size))  # as many as keep all stages at work
+            given += len(group)
+            mistake = other_number(given, self.mesh)
+            if not group or mistake is not None:
+                break
             made: list[dict[int, Sequence[Tensor]]] = [{} for _ in group]
             for stage in self.model.stages:
                 for unit, batch in enumerate(group):
@@ -451,6 +469,8 @@ class Executor:
                 if last in outputs:
                     sums += (float(to_host(outputs[last][0].data)), batch.count)
         self.links.finish()
+        if self.mesh.ep.size > 1:  # the ranks of another group of ep may have gone through all of theirs
+            self.mesh.world.agree(mistake)
         if self.mesh.coords["tp"]:
             sums[:] = 0.0
         total, targets = self.mesh.world.all_reduce(sums)

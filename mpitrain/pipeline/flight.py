@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpitrain.autograd.auxiliary import AuxiliaryLoss
 from mpitrain.autograd.carry import Carry
 from mpitrain.autograd.tape import Seed, Slot, Tape
 from mpitrain.autograd.tensor import Tensor
@@ -25,13 +26,25 @@ def beside(key: Key, stage: int) -> Key:
 
 
 class Flight:
-    """A micro-batch between its forward and the end of its backward, on one stage."""
+    """A micro-batch between its forward and the end of its backward, on one stage.
 
-    def __init__(self, tape: Tape, inputs: Sequence[Tensor], outputs: Sequence[Tensor], carry: Carry | None) -> None:
+    Attributes:
+        losses: what its forward added to the objective besides its outputs.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        carry: Carry | None,
+        losses: Sequence[AuxiliaryLoss] = (),
+    ) -> None:
         self.tape = tape
         self.inputs = tuple(inputs)
         self.outputs: tuple[Tensor, ...] = tuple(outputs)
         self.carry = carry
+        self.losses = tuple(losses)
         self._slots: tuple[Slot | int | None, ...] = ()
 
     def forget_arrays(self) -> None:
@@ -76,5 +89,5 @@ class Flight:
 
     def done(self) -> None:
         """The first half of backward is over: inputs and outputs are not needed any more."""
-        self.inputs = self.outputs = ()
+        self.inputs = self.outputs = self.losses = ()
         self.tape.grads.clear()

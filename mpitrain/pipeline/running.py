@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from mpitrain.autograd.carry import Carry
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -14,7 +16,7 @@ from mpitrain.errors import ScheduleError
 from mpitrain.pipeline.action import Action, Row
 from mpitrain.pipeline.check import Checked
 from mpitrain.pipeline.flight import Flight, Key, key_of
-from mpitrain.pipeline.update import StepReport
+from mpitrain.pipeline.update import Measured, StepReport
 
 
 class RowPlan:
@@ -75,7 +77,8 @@ class Running:
 
     Attributes:
         micros: batch -> its micro-batches; parts: (micro-batch, slice) -> its tokens.
-        targets: batch -> targets over all ranks; losses: batch -> sum of this rank.
+        targets, rows: batch -> targets and sequences that are no padding, over all ranks; losses: batch -> sum of this
+            rank; counts: batch -> what forward passes counted here, by name.
         arrived: what came for an F; inputs: the same as leaves; gradients: what came for a B, or is to be sent from the
             stage after; flying: between F and the end of backward; carries: between the slices of a micro-batch.
         posted: receives that were posted ahead.
@@ -88,7 +91,9 @@ class Running:
         self.micros: dict[int, list[Any]] = {}
         self.parts: dict[tuple[int | None, int], Any] = {}
         self.targets: dict[int, int] = {}
+        self.rows: dict[int, int] = {}
         self.losses = [0.0] * len(batches)
+        self.counts: list[dict[str, np.ndarray]] = [{} for _ in batches]
         self.reports: list[StepReport] = []
         self.arrived: dict[Key, list[Array]] = {}
         self.inputs: dict[Key, tuple[Tensor, ...]] = {}
@@ -104,19 +109,24 @@ class Running:
             self.parts.get((action.micro, action.part or 0)) if action.kind not in ("COUNT", "REDUCE", "STEP") else None
         )
 
+    def measured(self, number: int) -> Measured:
+        """What a batch of the row has measured so far."""
+        return Measured(self.losses[number], self.targets[number], self.rows[number], self.counts[number])
+
     def made(self, action: Action) -> dict[str, Any]:
         """What an action made, for listeners.
 
-        An F: `output` is the loss, None before the last stage; `outputs` what goes on.  A STEP: `reports` of the steps
-        of its row that are known by now, which where steps overlap may be none until the last.
+        An F: `output` is the loss, None before the last stage; `outputs` what goes on; `auxiliary` its losses besides.
+        A STEP: `reports` of the steps of its row that are known by now, which where steps overlap may be none until the
+        last.
         """
         if action.kind == "STEP":
             return {"reports": tuple(self.reports)}
         flight = self.flying.get(key_of(action)) if action.kind == "F" else None
         if flight is None:
-            return {"output": None, "outputs": ()}
+            return {"output": None, "outputs": (), "auxiliary": ()}
         is_loss = action.stage == len(self.plan.checked.placement) - 1
-        return {"output": flight.outputs[0] if is_loss else None, "outputs": flight.outputs}
+        return {"output": flight.outputs[0] if is_loss else None, "outputs": flight.outputs, "auxiliary": flight.losses}
 
     @property
     def between_stages(self) -> list[Array]:

@@ -1,17 +1,18 @@
 """The end of a step: the norm of its gradients, clipping, the optimizer, and what the step did.
 
 In a step whose ranks all wait for its end they agree by one small all-reduce: the loss, the squares of the gradients,
-and who has one that is not finite.  Where gradients are scaled such a step is skipped by all ranks, else it is an
-error.  Where steps overlap, the stages of a pipeline update at different times; nobody waits then, and the row ends
-with one message about all its steps.  Clipping needs the norm of each step, so with it they meet at every update.
+who has one that is not finite, and what forward passes counted.  Where gradients are scaled such a step is skipped by
+all ranks, else it is an error.  Where steps overlap, the stages of a pipeline update at different times; nobody waits
+then, and the row ends with one message about all its steps.  Clipping needs the norm of each step, so with it they meet
+at every update.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +39,8 @@ class StepReport:
 
     loss: mean over all valid targets of the step, in nats; grad_norm: global, without the scale and before clipping;
     lr: used in this step; targets: how many counted; skipped: whether gradients overflowed, so that no weight was
-    changed; scale, next_scale: of the gradients in this step and in the next, 1 where they have none.
+    changed; scale, next_scale: of the gradients in this step and in the next, 1 where they have none; rows: sequences
+    that are no padding, and counted: by name what forward passes counted, both of models that count only.
     """
 
     loss: float
@@ -48,6 +50,17 @@ class StepReport:
     skipped: bool = False
     scale: float = 1.0
     next_scale: float = 1.0
+    rows: int = 0
+    counted: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+class Measured(NamedTuple):
+    """What a step measured: its loss and counts on this rank, its targets and rows over all of them."""
+
+    loss: float
+    targets: int
+    rows: int
+    counts: Mapping[str, Array]
 
 
 class NotFinite(Exception):
@@ -125,15 +138,15 @@ class Update:
         self._scaler = scaler
         self._parameters = model.parameters()
         self._counted = [p for p in self._parameters if self._counts(p)]
+        self._sums = sum(model.counted.values())  # numbers that forward passes count
         self._waiting: dict[int, tuple[Array, float]] = {}  # step of the row -> what this rank measured, learning rate
 
-    def make(self, number: int, loss: float, targets: int) -> StepReport | None:
+    def make(self, number: int, measured: Measured) -> StepReport | None:
         """Norm, clipping, optimizer.
 
         Args:
             number: of the step in its row.
-            loss: sum over the targets of this rank.
-            targets: of the step, over all ranks.
+            measured: in its passes.
 
         Returns:
             What the step did; None where that is known at the end of the row only.
@@ -144,7 +157,7 @@ class Update:
         lr = self._lr(self._optimizer.updates) if self._lr is not None else self._optimizer.lr
         report = None
         if self.versions is None or self._clip or self._scaler is not None:
-            report = self._agree(loss, targets, lr)
+            report = self._agree(measured, lr)
         else:
             self._waiting[number] = self._measure([1.0])[1:], lr
         if self.versions is not None:
@@ -155,7 +168,7 @@ class Update:
             self._model.start_step()
         return report
 
-    def _agree(self, loss: float, targets: int, lr: float) -> StepReport:
+    def _agree(self, measured: Measured, lr: float) -> StepReport:
         """Unscaling, norm over all ranks, clipping.  One small all-reduce; every rank gets the same bits.
 
         That gradients are finite is asked of all that a rank holds, also of those that another one counts.
@@ -163,14 +176,16 @@ class Update:
         scaler = self._scaler
         inverses = [1.0] if scaler is None else [scaler.inverse(group) for group in range(scaler.groups)]
         mine = self._measure(inverses)
-        mine[0] = self._once_on_tp(loss)
-        found = self._mesh.world.all_reduce(mine)
+        mine[0] = self._once_on_tp(measured.loss)
+        found, counts = self._parted(self._mesh.world.all_reduce(np.append(mine, self._counts_of(measured))))
         unsound = bool(found[-1])
         bad = [bool(flag) for flag in found[2:-1]]
         norm = math.nan if any(bad) else math.sqrt(found[1])
         skipped = scaler is not None and any(bad)
         shown = 1.0 if scaler is None else scaler.shown
-        report = self.report = StepReport(mean(found[0], targets), norm, lr, targets, skipped, shown, shown)
+        loss, targets = mean(found[0], measured.targets), measured.targets
+        report = StepReport(loss, norm, lr, targets, skipped, shown, shown, measured.rows, self._by_name(counts))
+        self.report = report
         if unsound:
             self._refuse(report, self._optimizer.updates, UNCHANGED, UNSOUND)
         if not (math.isfinite(report.loss) and (skipped or math.isfinite(norm))):
@@ -216,24 +231,29 @@ class Update:
         for p in self._parameters:
             scale([p.grad], inverses[self._scaler.group(p)] * clipped)
 
-    def close(self, losses: Sequence[float], targets: Mapping[int, int]) -> list[StepReport]:
+    def close(self, measured: Sequence[Measured]) -> list[StepReport]:
         """What the steps of a row did of which nobody knows yet: one small all-reduce, if there are any.
 
         Args:
-            losses: of each step of the row, the sum over the targets of this rank.
-            targets: of each step, over all ranks.
+            measured: in the passes of each step of the row.
 
         Raises:
             NumericsError: a loss or norm is not finite; on every rank, when weights were changed already.
         """
         if not self._waiting:
             return []
-        mine = [(self._once_on_tp(losses[number]), *measured) for number, (measured, _) in self._waiting.items()]
-        found = self._mesh.world.all_reduce(np.array(mine))
+        mine = [
+            (self._once_on_tp(measured[number].loss), *norm, *self._counts_of(measured[number]))
+            for number, (norm, _) in self._waiting.items()
+        ]
+        all_found = self._mesh.world.all_reduce(np.array(mine))
         reports = []
-        for (number, (_, lr)), (loss, total, bad, unsound) in zip(self._waiting.items(), found, strict=True):
+        for (number, (_, lr)), of_step in zip(self._waiting.items(), all_found, strict=True):
+            (loss, total, bad, unsound), counts = self._parted(of_step)
             norm = math.nan if bad or unsound else math.sqrt(total)
-            reports.append(StepReport(mean(loss, targets[number]), norm, lr, targets[number]))
+            _, targets, rows, _ = measured[number]
+            report = StepReport(mean(loss, targets), norm, lr, targets, rows=rows, counted=self._by_name(counts))
+            reports.append(report)
         self._waiting.clear()
         before = self._optimizer.updates - len(reports)
         for number, self.report in enumerate(reports):
@@ -246,6 +266,25 @@ class Update:
         self._waiting.clear()
         if self.versions is not None:
             self.versions.settle()
+
+    def _counts_of(self, measured: Measured) -> Array:
+        """What this rank counted, one vector after the other; zeros for what other stages count."""
+        vectors = [np.zeros(0)]
+        for name, length in self._model.counted.items():
+            vectors.append(measured.counts.get(name, np.zeros(length)))
+        return np.concatenate(vectors)
+
+    def _parted(self, found: Array) -> tuple[Array, Array]:
+        """What ranks told each other: what every step has, and the counts."""
+        own = len(found) - self._sums
+        return found[:own], found[own:]
+
+    def _by_name(self, counts: Array) -> Mapping[str, tuple[float, ...]]:
+        ends = np.cumsum([*self._model.counted.values()])
+        return {
+            name: tuple(map(float, counts[end - length : end]))
+            for (name, length), end in zip(self._model.counted.items(), ends, strict=True)
+        }
 
     def _once_on_tp(self, loss: float) -> float:
         """Ranks of a tp group hold the same loss; the first one's counts."""

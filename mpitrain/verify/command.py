@@ -14,12 +14,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from mpitrain.comm.launcher import announced
+from mpitrain.debug.capture import Record
 from mpitrain.doctor.machine import cores_allowed
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
 from mpitrain.verify import report
+from mpitrain.verify.every import all_layouts
 from mpitrain.verify.launch import mpirun
-from mpitrain.verify.layouts import MOST_RANKS, Layout, all_layouts, parse, vocabulary
+from mpitrain.verify.layouts import MOST_RANKS, Layout, parse, vocabulary
 from mpitrain.verify.proof import FRESH, Outcome, Proof
 
 EQUAL, DIFFERS, USER_ERROR = 0, 1, 2  # exit codes
@@ -56,6 +58,8 @@ TRAINER = str(Path(__file__).with_name("trainer.py"))
 SIZES = "--model gpt-tiny --layers 4 --batch 32 --microbatches 4"
 # A pipeline that never drains goes on to the next evaluation.
 BUILT_IN = [*SIZES.split(), *"--steps 100 --eval-every 4 --dropout 0.1 --lr 2e-3 --clip 0.1".split()]
+# For layouts that spread experts: as many as eight ranks can share, and all that a router can do.
+EXPERTS = "--experts 8 --top-k 2 --capacity-factor 1 --z-loss 1e-3 --jitter 1e-2".split()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -115,6 +119,7 @@ def _verify(words: list[str]) -> int:
             float(given["timeout"] or 0),
             echo=bool(given["verbose"]),
             states=bool(given["check"]),
+            experts=_experts(script),
         )
         return _prove(proof, list(dict.fromkeys([*named, *every])), named, path, everything=bool(given["verbose"]))
 
@@ -202,12 +207,22 @@ def _command(script: list[str], folder: Path) -> list[str]:
     return [TRAINER, *BUILT_IN, *heads, "--data", str(text), "--run", FRESH, *more]
 
 
+def _experts(script: Sequence[str]) -> list[str]:
+    """What gives the trainer's model experts, for layouts that spread them; a script of one's own says it itself."""
+    own = [word.partition("=")[0] for word in script]
+    return EXPERTS if own[:1] in ([], ["--"]) and "--experts" not in own else []
+
+
 def _prove(
     proof: Proof, layouts: Sequence[Layout], named: Collection[Layout], path: str | None, everything: bool
 ) -> int:
     """Run, print as it goes, and write the JSON."""
-    records = proof.one_rank()
-    print(report.one_rank_line(records), flush=True)
+    records: list[Record] = []
+    for with_experts in sorted({proof.adds_experts(layout) for layout in layouts}):
+        found = proof.one_rank(with_experts)
+        words = f"one rank with {' '.join(proof.experts)}" if with_experts else "one rank"
+        print(report.one_rank_line(found, words), flush=True)
+        records = records or found
     width = max(len(str(layout)) for layout in layouts)
     outcomes: list[Outcome] = []
     for outcome in proof.outcomes(layouts):

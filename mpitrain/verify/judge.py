@@ -1,7 +1,8 @@
 """Is a layout the same training run as one rank?  Everything that was recorded, compared in the order of execution.
 
     before   weights                  what the model starts from
-    step 1   targets, loss            what forward made
+    step 1   choices, router's losses where there are experts
+             targets, loss            what forward made
              gradients                in the order in which backward made them final
              norm, learning rate      what clipping and the schedule make of them
              weights, moments         what the optimizer made
@@ -23,11 +24,12 @@ import numpy as np
 from mpitrain.debug.capture import Record
 from mpitrain.debug.compare import FLOAT64_TOLERANCE, Difference, compare
 from mpitrain.verify.noise import Moved, Noise
+from mpitrain.verify.routed import compare_routing
 from mpitrain.verify.whole import Moment, Plan, Seat, Split, Whole, at, moments, same_bits
 
-NUMBERS_BEFORE = ("targets", "loss")
+NUMBERS_BEFORE = ("targets", "rows", "loss")
 NUMBERS_AFTER = ("skipped", "scale", "norm", "learning rate", "updates")
-EXACT = ("targets", "skipped", "scale", "learning rate", "updates")  # no sum of floats is in them
+EXACT = ("targets", "rows", "skipped", "scale", "learning rate", "updates")  # no sum of floats is in them
 OF_A_SOUND_STEP = ("gradient", "norm")
 """What is not compared of a step that all have skipped: somewhere in it is infinity, or what became of one."""
 
@@ -37,7 +39,7 @@ class Finding(NamedTuple):
 
     Attributes:
         step: counted from 1.
-        kind: "loss", "gradient", "weight", "first_moment" ...
+        kind: "choices", "loss", "gradient", "weight", "first_moment" ...
         name: of the tensor; empty for a number.
         difference: how far it is from one rank's; None where there is nothing to take a difference of.
         problem: what is wrong besides its size.
@@ -172,6 +174,7 @@ class _Comparison:
 
     def step(self) -> Iterator[Finding]:
         """Everything of a step, in the order of execution."""
+        yield from self._routing()
         yield from self._own_losses()
         for kind in NUMBERS_BEFORE:
             yield from self._number_of(kind)
@@ -185,6 +188,13 @@ class _Comparison:
         for kind in kinds:
             if kind != "gradient":
                 yield from self._tensors(kind)
+
+    def _routing(self) -> Iterator[Finding]:
+        """What experts were asked for, and the router's losses: the same numbers on every rank."""
+        there = self._alone.facts.get("counted", {})
+        here = [(moment.seat.rank, moment.facts.get("counted", {})) for moment in self._others]
+        for kind, name, difference, problem in compare_routing(there, here):
+            yield Finding(self._number, kind, name, difference, problem)
 
     def _own_losses(self) -> Iterator[Finding]:
         """Ranks of a tp axis compute one loss; only the first rank's is counted, and the others' must be the same."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from mpitrain.config import CONTEXT_KINDS
 from mpitrain.debug.capture import MADE_AGAIN, SCORES_KEPT
@@ -17,8 +16,14 @@ from mpitrain.errors import ConfigError
 from mpitrain.options import suggest
 from mpitrain.pipeline.schedules import SCHEDULES
 
-AXES = {"pp": "--pp", "dp": "--dp", "cp": "--cp", "tp": "--tp"}
+AXES = {"pp": "--pp", "dp": "--dp", "ep": "--ep", "cp": "--cp", "tp": "--tp"}
 """Axis -> the flag that gives its number of ranks, from the slowest axis to the fastest."""
+
+PART_OF = {"ep": "dp"}
+"""Axis -> the axis of which it is a part: it adds no ranks, and its size divides that one's."""
+
+AXIS_OPS = {"ep": ("all_to_all", "send_off")}
+"""Axis -> ops of which a forward that uses the axis calls at least one over it, where the mesh alone does not tell."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,13 @@ WAYS = {
             ("--schedule", kind.name),
             kind.meaning,
             group="schedule",
-            without=("cp", "sp") if kind.sliced or kind.versions else (),
+            without=("ep", "cp", "sp") if kind.sliced or kind.versions else (),
             stale=kind.versions is not None,
         )
         for kind in SCHEDULES.values()
     },
     "sp": Way("tp", ("--sequence-parallel",), "sequence parallelism", ("all_gather", "reduce_scatter")),
+    "overlap": Way("ep", ("--expert-overlap",), "tokens on their way while experts work", ("send_off", "arrive")),
     **{
         kind: Way("cp", ("--cp-attention", kind), f"{kind} attention", _ATTENTION_OPS[kind], group="attention")
         for kind in CONTEXT_KINDS
@@ -129,7 +135,7 @@ class Layout:
     def __post_init__(self) -> None:
         sizes = [word for axis, size in self.axes for word in (AXES[axis], str(size))]
         object.__setattr__(self, "flags", (*sizes, *self.flags_of(self.ways)))
-        object.__setattr__(self, "ranks", math.prod(size for _, size in self.axes))
+        object.__setattr__(self, "ranks", math.prod(size for axis, size in self.axes if axis not in PART_OF))
 
     def flags_of(self, ways: Iterable[str]) -> tuple[str, ...]:
         """What a script gets for some of the ways, with what is counted of them."""
@@ -153,6 +159,11 @@ class Layout:
         return next((way for way in self.simple.ways if WAYS[way].group == "schedule"), "")
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether it makes sense only for a model that has experts."""
+        return "ep" in self.sizes
+
+    @property
     def is_stale(self) -> bool:
         """Whether it should equal a replay of its version tables in place of plain training."""
         return any(WAYS[way].stale for way in self.simple.ways)
@@ -165,15 +176,16 @@ class Layout:
     def parts(self) -> list[Layout]:
         """The layouts of one axis each that this one is made of, also without what is on or off; never itself.
 
-        A schedule is an order of the same work: its axis stands alone without it, too.  What the model does on any
-        ranks stands alone on one.
+        A schedule is an order of the same work: its axis stands alone without it, too.  An axis that is a part of
+        another stands alone as all of it.  What the model does on any ranks stands alone on one.
         """
         found: dict[Layout, None] = {}
         for axis, size in self.sizes.items():
             ways = [way for way in self.ways if WAYS[way].axis == axis]
             always = [way for way in ways if WAYS[way].group and WAYS[way].group != "schedule"]
-            found[self._with({axis: size}, always)] = None
-            found[self._with({axis: size}, ways)] = None
+            alone = {PART_OF.get(axis, axis): size, axis: size}
+            found[self._with(alone, always)] = None
+            found[self._with(alone, ways)] = None
         for way in self.ways:
             if not WAYS[way].axis:
                 found[self._with({}, [way])] = None
@@ -224,6 +236,12 @@ def parse(text: str) -> Layout:
             raise ConfigError(
                 f"--layout {text}: {word} is a way of {axis}, of which this layout names no size: {axis}2."
             )
+    for axis, whole in PART_OF.items():
+        if axis in axes and axes.get(whole, 1) % axes[axis]:
+            raise ConfigError(
+                f"--layout {text}: {axis}{axes[axis]} is a part of {whole}, whose size it does not divide: "
+                f"{whole}{axes.get(whole, 1)}.  Say {whole}{axes[axis]},{axis}{axes[axis]}."
+            )
     layout = Layout(
         tuple((axis, axes[axis]) for axis in AXES if axis in axes),
         tuple(way for way in WAYS if way in ways.values()),
@@ -236,70 +254,12 @@ def parse(text: str) -> Layout:
 
 def vocabulary() -> str:
     """All words, for messages and help."""
-    axes = " ".join(f"{axis}N" for axis in AXES)
+    axes = " ".join(f"{axis}N" for axis in AXES if axis not in PART_OF)
+    parts = "".join(f", {axis}N (N of the ranks of {whole})" for axis, whole in PART_OF.items())
     groups: dict[str, list[str]] = {}
     for word, way in WAYS.items():
         groups.setdefault(way.group or way.meaning, []).append(word)
     of = {word: f", of {way.axis}" if way.axis else "" for word, way in WAYS.items()}
     ways = "; ".join(f"{' | '.join(words)} ({name}{of[words[0]]})" for name, words in groups.items())
     counts = ", ".join(f"{letter}N ({count.meaning}, of {count.way})" for letter, count in COUNTS.items())
-    return f"Words, joined by commas: {axes} (N ranks on an axis);\n{ways};\n{counts}."
-
-
-def all_layouts(ranks: int) -> Iterator[Layout]:
-    """Every factorisation of a number of ranks over the axes, with every way of each axis that goes with the others.
-
-    Behind them some once more with what the model can do on any ranks: as few as show it beside every axis and, where
-    axes are combined, every way.  What changes the mathematics is left out.
-
-    Raises:
-        ConfigError: the number is out of range.
-    """
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ConfigError(f"--all {ranks}: must be a whole number of ranks from 1 to {MOST_RANKS}.")
-    if ranks == 1:
-        yield Layout((("dp", 1),))
-        return
-    found = list(_of_axes(ranks))
-    yield from found
-    for word, way in WAYS.items():
-        shown: set[str] = set()
-        for layout in (
-            reversed(found) if not way.axis else ()
-        ):  # the first ones have more stages than models have blocks
-            words = {*layout.sizes, *layout.ways}
-            shows = words if len(layout.sizes) > 1 else {*layout.sizes}
-            if not shows <= shown and not words.intersection(way.without):
-                shown |= shows
-                yield replace(layout, ways=(*layout.ways, word))
-
-
-def _of_axes(ranks: int) -> Iterator[Layout]:
-    """The layouts of so many ranks and of ways of their axes."""
-    for sizes in _factorisations(ranks, len(AXES)):
-        axes = tuple((axis, size) for axis, size in zip(AXES, sizes, strict=True) if size > 1)
-        for ways in product(*(_choices(axis) for axis, _ in axes)):
-            chosen = {way for some in ways for way in some}
-            words = {axis for axis, _ in axes} | chosen
-            if not any(words.intersection(WAYS[way].without) for way in chosen):
-                yield Layout(axes, tuple(way for way in WAYS if way in chosen))
-
-
-def _choices(axis: str) -> list[tuple[str, ...]]:
-    """The ways of one axis: each word of a group, and with each of them every other word on and off."""
-    groups: dict[str, list[tuple[str, ...]]] = {}
-    for word, way in WAYS.items():
-        if way.axis == axis and not way.stale:
-            groups.setdefault(way.group or word, [] if way.group else [()]).append((word,))
-    return [tuple(word for words in choice for word in words) for choice in product(*groups.values())]
-
-
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All tuples of so many factors whose product is the number, in order."""
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(number, 0, -1):
-        if number % first == 0:
-            for rest in _factorisations(number // first, parts - 1):
-                yield (first, *rest)
+    return f"Words, joined by commas: {axes} (N ranks on an axis){parts};\n{ways};\n{counts}."

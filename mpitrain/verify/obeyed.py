@@ -1,7 +1,8 @@
 """Has a script run the layout that it was told?  What was not run is not proven.
 
     mesh        the sizes of its axes, as it began
-    ways        the ops that sent in its forwards, by axis; what it kept, and made again in backward
+    ways        the ops that sent in its forwards, by axis; what it kept, and made again in backward; so too for an
+                axis that a mesh may have and a model not use
     schedule    the order in which its ranks computed
 
 What it did in their place is the reason for which the layout is refused.
@@ -17,7 +18,7 @@ from mpitrain.errors import ScheduleError
 from mpitrain.pipeline.action import Row, parse_row, row_text
 from mpitrain.pipeline.schedules import compute_rows
 from mpitrain.verify.launch import Run
-from mpitrain.verify.layouts import COUNTS, WAYS, Layout
+from mpitrain.verify.layouts import AXES, AXIS_OPS, COUNTS, WAYS, Layout
 
 SHOWN = 60  # characters of a row
 
@@ -38,9 +39,9 @@ def _other_mesh(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
         if not records:
             continue
         sizes: dict[str, Any] = dict(records[0].facts["sizes"])
-        sizes["dp"] = sizes.pop("edp") * sizes.pop("ep")
+        sizes["dp"] = sizes.pop("edp") * sizes["ep"]
         if any(size != dict(layout.axes).get(axis, 1) for axis, size in sizes.items()):
-            grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+            grid = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] > 1) or "one rank"
             return f"the script did not obey {' '.join(layout.flags)}: its mesh was {grid}"
     return ""
 
@@ -60,6 +61,9 @@ def _other_way(layout: Layout, ranks: Sequence[Sequence[Record]]) -> str:
     steps = [facts for records in ranks for facts in _steps(records)]
     sent = {(op, axis) for facts in steps for op, axis in facts["sent"]}
     seen = {word for facts in steps for word in facts["memory"]}
+    for axis, ops in AXIS_OPS.items() if steps else ():
+        if axis in layout.sizes and not any((op, axis) in sent for op in ops):
+            return f"the script did not obey {AXES[axis]}: it called no {' or '.join(ops)} over {axis}"
     for way in told if steps else ():
         if way.seen and way.seen not in seen:
             return f"the script did not obey {' '.join(way.flags)}: no step was seen in which {way.meaning}"

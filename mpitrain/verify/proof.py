@@ -1,7 +1,8 @@
 """A script, one rank, layouts: run it in each, and judge each by the one rank.
 
-The run of one rank is made once; a pipeline that never drains is judged by a replay of its own.  A layout that differs
-is taken apart: each of its axes alone, as threads, until it is known which of them differ.
+The run of one rank is made once, and once more with experts where a layout spreads them and the script has none by
+itself; a pipeline that never drains is judged by a replay of its own.  A layout that differs is taken apart: each of
+its axes alone, as threads, until it is known which of them differ.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Outcome:
         verdict: the comparison, where there was something to compare.
         message: why it was refused or how it failed.
         state_error: what the check of states said, if that is how it failed.
+        flags: what the script got besides its own.
         hints: where to look, if it differs.
     """
 
@@ -47,6 +49,7 @@ class Outcome:
     verdict: Verdict | None = None
     message: str = ""
     state_error: str = ""
+    flags: tuple[str, ...] = ()
     hints: list[Hint] = field(default_factory=list)
 
 
@@ -63,6 +66,8 @@ class Proof:
         timeout: seconds that a run may take.
         echo: print what the scripts print.
         states: check the states of values in every run.
+        experts: what gives the model experts, for layouts that spread them and for the one rank that these are held
+            against; empty where the command does.
     """
 
     command: list[str]
@@ -73,12 +78,20 @@ class Proof:
     timeout: float = 300.0
     echo: bool = False
     states: bool = False
+    experts: Sequence[str] = ()
     _number: int = 0
-    _reference: Run | None = None
-    _known: dict[Layout, Outcome] = field(default_factory=dict)
+    _references: dict[bool, Run] = field(default_factory=dict)  # by whether experts were added
+    _known: dict[tuple[Layout, bool], Outcome] = field(default_factory=dict)
 
-    def one_rank(self) -> list[Record]:
+    def adds_experts(self, layout: Layout) -> bool:
+        """Whether the model is given experts for a layout."""
+        return bool(self.experts) and layout.spreads_experts
+
+    def one_rank(self, experts: bool = False) -> list[Record]:
         """Run the script in a world of one.
+
+        Args:
+            experts: added to its model.
 
         Returns:
             Its records, without the numbers in their arrays.
@@ -86,7 +99,7 @@ class Proof:
         Raises:
             ConfigError: it fails there already, or never trains.
         """
-        run = self._new(None)
+        run = self._new(None, experts)
         (_,) = run_all([run], self.steps, "local", 1, self.timeout)
         self._say(run)
         script = show(self.command[0])
@@ -103,34 +116,48 @@ class Proof:
                 f"{script} made no step on one rank: there is nothing to compare.  verify records scripts that train\n"
                 "with an Executor on their world()."
             )
-        self._reference = run
+        self._references[experts] = run
         return records
 
-    def outcomes(self, layouts: Sequence[Layout], transport: str | None = None) -> Iterator[Outcome]:
-        """Run and judge each layout, in order; each once, however often it is asked for."""
+    def outcomes(
+        self, layouts: Sequence[Layout], transport: str | None = None, experts: bool = False
+    ) -> Iterator[Outcome]:
+        """Run and judge each layout, in order; each once, however often it is asked for.
+
+        Args:
+            layouts: which.
+            transport: other than the proof's.
+            experts: also where they would not be added.
+        """
         way = transport or self.transport
-        new = [layout for layout in dict.fromkeys(layouts) if layout not in self._known]
-        runs = [self._new(layout) for layout in new]
+        wanted = [(layout, experts or self.adds_experts(layout)) for layout in layouts]
+        new = [each for each in dict.fromkeys(wanted) if each not in self._known]
+        runs = [self._new(*each) for each in new]
         at_once = self.at_once if way == "local" else 1
         ended = zip(new, run_all(runs, self.steps, way, at_once, self.timeout), strict=True)
-        for layout in layouts:
-            while layout not in self._known:
+        for each in wanted:
+            while each not in self._known:
                 ran, run = next(ended)
                 self._say(run)
-                self._known[ran] = self._judged(ran, run)
+                self._known[ran] = self._judged(*ran, run)
                 run.forget()
-            yield self._known[layout]
+            yield self._known[each]
 
-    def _new(self, layout: Layout | None) -> Run:
+    def _new(self, layout: Layout | None, experts: bool) -> Run:
         self._number += 1
         folder = self.folder / f"{self._number:03d}"
-        command = [word.replace(FRESH, str(folder / "run")) for word in self.command]
+        words = [*self.command, *(self.experts if experts else ())]
+        command = [word.replace(FRESH, str(folder / "run")) for word in words]
         if layout is None:
             return Run(folder, 0, command)
         return Run(folder, layout.ranks, [*command, *layout.flags], states=self.states)
 
-    def _judged(self, layout: Layout, run: Run) -> Outcome:
-        assert self._reference is not None
+    def _judged(self, layout: Layout, experts: bool, run: Run) -> Outcome:
+        outcome = self._judgement(layout, experts, run)
+        outcome.flags = (*(self.experts if experts else ()), *layout.flags)
+        return outcome
+
+    def _judgement(self, layout: Layout, experts: bool, run: Run) -> Outcome:
         refusal = run.refusal()
         if refusal is not None:
             return Outcome(layout, "refused", run.seconds, message=refusal)
@@ -144,14 +171,14 @@ class Proof:
                 "Ranks on several hosts need a folder for temporary files that all of them see: TMPDIR=DIR."
             )
             return Outcome(layout, "failed", run.seconds, message=message)
-        reference = self._reference
+        kept = reference = self._references[experts]
         if layout.is_stale:
             reference = self._replay(layout, run)
             if reference.code != 0:
                 message = f"its replay on one rank {_end_of(reference, self.timeout)}: {reference.reason()}"
                 return Outcome(layout, "failed", run.seconds, message=f"{message}\n{_quoted(reference.tail())}")
         verdict = judge(reference.records()[0], run.records())
-        if reference is not self._reference:
+        if reference is not kept:
             reference.forget()
         if run.code != 0:
             error = run.state_error()
@@ -164,7 +191,7 @@ class Proof:
         """Run the script on one rank with the weights that a pipeline which never drains has used."""
         ranks = [[Record(record.facts, {}) for record in records] for records in run.records()]
         steps = sum(record.facts["is"] == "step" for record in ranks[0])
-        reference = self._new(None)
+        reference = self._new(None, experts=False)
         reference.courses = courses_of(layout.schedule, ranks)
         (_,) = run_all([reference], max(1, steps), "local", 1, self.timeout)
         self._say(reference)
@@ -176,14 +203,14 @@ class Proof:
         if first is None:
             outcome.hints = [Hint("states", outcome.state_error)] if outcome.state_error else []
             return
-        parts = outcome.layout.parts()
-        alone = [(o.layout, o.word) for o in self.outcomes(parts, transport="local")]
-        error = outcome.state_error or self._state_error(outcome.layout)
+        parts, experts = outcome.layout.parts(), self.adds_experts(outcome.layout)
+        alone = [(o.layout, o.word) for o in self.outcomes(parts, "local", experts)]
+        error = outcome.state_error or self._state_error(outcome.layout, experts)
         outcome.hints = hints(first, outcome.layout, alone, error)
 
-    def _state_error(self, layout: Layout) -> str:
+    def _state_error(self, layout: Layout, experts: bool) -> str:
         """What a check of states says of a layout, as threads; empty if nothing."""
-        run = self._new(layout)
+        run = self._new(layout, experts)
         run.states = True
         (_,) = run_all([run], self.steps, "local", 1, self.timeout)
         self._say(run)

@@ -20,8 +20,8 @@ from mpitrain.verify.suspect import Hint
 ROWS = 8  # of a table of a run that is equal, or that is not
 
 
-def one_rank_line(records: Sequence[Record]) -> str:
-    """What the run of one rank was."""
+def one_rank_line(records: Sequence[Record], name: str = "one rank") -> str:
+    """What the run of one rank was; `name` is what to call it."""
     steps = [record for record in records if record.facts["is"] == "step"]
     begin = next(record for record in records if record.facts["is"] == "begin")
     losses = [record.facts["loss"] for record in steps if "loss" in record.facts]
@@ -29,7 +29,7 @@ def one_rank_line(records: Sequence[Record]) -> str:
     dtype = begin.facts["asked dtype"]
     asked = f"; proved in float64, not {dtype}" if is_half(dtype_of(dtype)) else ""
     kinds = ", ".join(f"{kind.replace('_', ' ').removesuffix('s')}s" for kind in steps[0].arrays)
-    return f"one rank: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}{asked}"
+    return f"{name}: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}{asked}"
 
 
 def line(name: str, word: str, detail: str, seconds: float, width: int) -> str:
@@ -115,7 +115,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {
         "layout": str(outcome.layout),
         "ranks": outcome.layout.ranks,
-        "flags": list(outcome.layout.flags),
+        "flags": list(outcome.flags),
         "outcome": outcome.word,
         "seconds": round(outcome.seconds, 3),
         "replay": outcome.layout.is_stale,

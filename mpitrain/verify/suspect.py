@@ -15,14 +15,16 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from mpitrain.spec import MERGED_AXES
 from mpitrain.verify.judge import Finding
-from mpitrain.verify.layouts import WAYS, Layout
+from mpitrain.verify.layouts import PART_OF, WAYS, Layout
+from mpitrain.verify.routed import CHOICES, NEAR_TIE
 
 CLOSE = 1e-6  # of a factor to the number that it is taken for
+FEW = 2  # choices that may have fallen otherwise by rounding
 OWN_PARTS = {"dp": "mesh.dp.rank, mesh.dp.size", "cp": "positions=model.positions_here"}
 """Axis over which targets are counted -> what gives each of its ranks its own part of a batch."""
-_SHOWN = {atom: axis for axis, atoms in MERGED_AXES.items() for atom in atoms}
+_SHOWN = {"edp": "dp"}
+"""Axis of the mesh -> what it is called in layouts, if otherwise."""
 
 
 class Hint(NamedTuple):
@@ -65,7 +67,8 @@ def hints(finding: Finding, layout: Layout, alone: Alone = (), state_error: str 
         found.append(Hint("replicas" if finding.split else "problem", finding.problem + along, axes))
     if alone:
         text = ", ".join(f"{part} {word}" for part, word in alone)
-        found.append(Hint("alone", text, tuple(dict.fromkeys(axis for part in _guilty(alone) for axis in part.sizes))))
+        accused = dict.fromkeys(_axis(part, alone) for part in _guilty(alone) if part.sizes)
+        found.append(Hint("alone", text, tuple(accused)))
     if state_error:
         found.append(Hint("states", state_error))
     suspect = _suspect(found, layout, alone)
@@ -74,6 +77,13 @@ def hints(finding: Finding, layout: Layout, alone: Alone = (), state_error: str 
 
 def _guilty(alone: Alone) -> list[Layout]:
     return [part for part, word in alone if word in ("differs", "failed")]
+
+
+def _axis(part: Layout, alone: Alone) -> str:
+    """The axis that a guilty part accuses: of an axis and its part the part, unless the axis is guilty without it."""
+    *_, axis = part.sizes
+    plain = [tuple(other.sizes) for other in _guilty(alone) if not other.ways]
+    return PART_OF[axis] if axis in PART_OF and (PART_OF[axis],) in plain else axis
 
 
 def _where(finding: Finding) -> str:
@@ -88,6 +98,8 @@ def _of_factor(finding: Finding, sizes: Mapping[str, int]) -> list[Hint]:
     """What one common factor means."""
     assert finding.difference is not None
     factor = finding.difference.factor
+    if finding.kind == CHOICES and finding.difference.error <= FEW:
+        return [Hint("how", NEAR_TIE)]
     if math.isnan(factor):
         if math.isnan(finding.difference.error):
             return [Hint("how", "not a number: NaN, or infinity minus infinity")]
@@ -119,15 +131,27 @@ def _of_factor(finding: Finding, sizes: Mapping[str, int]) -> list[Hint]:
 def _counts(sizes: Mapping[str, int]) -> dict[int, tuple[str, tuple[str, ...]]]:
     """How often something may be counted in a layout: number -> over what, and the axes."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
+    sizes = _with_parts(sizes)
     for size in sizes.values():
         axes = tuple(axis for axis, other in sizes.items() if other == size)
-        found[size] = (f"over an axis of size {size} ({' or '.join(axes)})", axes)
+        found[size] = (f"over an axis of size {size} ({' or '.join(axes)})", tuple(_SHOWN.get(a, a) for a in axes))
     for count in range(2, len(sizes) + 1):
         for several in combinations(sizes, count):
             number = math.prod(sizes[axis] for axis in several)
+            if any(of in several and {axis, f"e{of}"}.intersection(several) for axis, of in PART_OF.items()):
+                continue  # an axis and its part are no two axes
             found.setdefault(number, (f"over axes whose sizes multiply to {number}", tuple(sizes)))
     if "pp" in sizes:
         found.setdefault(2, ("over the two ends of pp", ("pp",)))
+    return found
+
+
+def _with_parts(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes, with what is left of an axis beside its part: dp over ep is edp."""
+    found = dict(sizes)
+    for axis, whole in PART_OF.items():
+        if 1 < sizes.get(axis, 1) < sizes.get(whole, 1):
+            found[f"e{whole}"] = sizes[whole] // sizes[axis]
     return found
 
 
@@ -144,13 +168,16 @@ def _suspect(found: Sequence[Hint], layout: Layout, alone: Alone) -> str:
     guilty = _guilty(alone)
     if guilty:
         plain = {tuple(part.sizes) for part in guilty if not part.ways}
-        names = [
-            str(part) if part.ways and tuple(part.sizes) not in plain else next(iter(part.sizes)) for part in guilty
-        ]
+        names = [str(p) if p.ways and tuple(p.sizes) not in plain else _axis(p, alone) for p in guilty]
         return " and ".join(dict.fromkeys(names))
     if alone and all(word == "equal" for _, word in alone):
         ways = [way for way in layout.ways if WAYS[way].axis in layout.sizes]
         of_model = [way for way in layout.ways if not WAYS[way].axis]
+        sizes = [(axis, size) for axis, size in layout.sizes.items() if axis not in PART_OF]
+        whole = next((axis for axis, of in PART_OF.items() if [(of, layout.sizes.get(axis))] == sizes), "")
+        if whole and not of_model:  # it is all of the layout, and the axis of which it is a part is equal
+            meant = " and ".join(WAYS[way].meaning for way in ways)
+            return f"{meant} on {whole}" if ways else whole
         if len(layout.sizes) == 1 and not of_model:
             what = f"schedule {layout.schedule}" if layout.schedule else WAYS[ways[0]].meaning
             return f"{what} on {next(iter(layout.sizes))}"

@@ -50,6 +50,7 @@ def test_every_verb_takes_and_gives_device_arrays(cupy, ranks, deterministic):
         arrived(w.all_gather(x), np.concatenate(of_rank))
         arrived(w.all_gather(x, -1), np.concatenate(of_rank, 1))
         arrived(w.all_to_all(x), np.concatenate([np.split(part, n)[me] for part in of_rank]))
+        arrived(w.iall_to_all(x, 1, 0).wait(), np.concatenate([np.split(part, n)[me] for part in of_rank], 1))
         arrived(w.all_to_all(x, 1, 0), np.concatenate([np.split(part, n)[me] for part in of_rank], 1))
         arrived(w.broadcast(x, n - 1), of_rank[-1])
         arrived(w.shift(x), of_rank[(me - 1) % n])
@@ -75,6 +76,7 @@ def test_slices_of_different_lengths_change_places(cupy):
         x = cupy.asarray(np.arange(6.0).reshape(3, 2) + 10 * w.rank)
         expected = {0: [[0, 1], [10, 11]], 1: [[2, 3], [4, 5], [12, 13], [14, 15]]}
         arrived(w.all_to_all(x, counts=counts), np.array(expected[w.rank], float))
+        arrived(w.iall_to_all(x, counts=counts).wait(), np.array(expected[w.rank], float))
 
     LocalWorld(2).run(main)
 

@@ -38,6 +38,8 @@ def strided(*shape: int) -> np.ndarray:
 
 
 IDS = np.array([[3, 0, 3], [-2, 3, 1]])
+CHOSEN = np.array([[[1, 3], [0, 2]], [[3, 0], [2, 1]]])
+PLACES = np.array([[[3, -1], [0, 1]], [[-1, -1], [4, -1]]])
 MASK, BY_HEAD = RNG.random((2, 5)) > 0.3, RNG.random((1, 2, 5, 5)) > 0.3
 LATE_QUERIES = BY_HEAD[:, :, 2:]
 TARGETS = np.array([[1, ops.IGNORE, 0], [6, 6, ops.IGNORE]])
@@ -209,6 +211,24 @@ CASES: dict[str, list[Case]] = {
             (normal(2, 8), normal(2, 8), normal(8), normal(8)),
         ),
     ],
+    "gates": [
+        (lambda xp, p: ops.gates(p, xp.asarray(CHOSEN)), (positive(2, 2, 4),)),
+        (lambda xp, p: ops.gates(p, xp.asarray(CHOSEN), True), (positive(2, 2, 4),)),
+    ],
+    "take_rows": [
+        (lambda xp, x: ops.take_rows(x, xp.asarray([5, 0, 5, 3])), (normal(2, 3, 4),)),
+        (lambda xp, x: ops.take_rows(x, xp.asarray(IDS[0, :0])), (normal(6, 4),)),
+    ],
+    "permute_rows": [(lambda xp, x: ops.permute_rows(x, xp.asarray([2, 0, 3, 1])), (normal(4, 3),))],
+    "grouped_matmul": [
+        (lambda xp, x, w: ops.grouped_matmul(x, w, (2, 0, 3)), (normal(5, 4), normal(3, 4, 2))),
+        (lambda xp, x, w: ops.grouped_matmul(x, w, (0, 0)), (normal(0, 4), normal(2, 4, 2))),
+    ],
+    "combine": [
+        (lambda xp, out, g: ops.combine(out, g, xp.asarray(PLACES)), (normal(5, 4), positive(2, 2, 2))),
+        (lambda xp, out, g: ops.combine(out, g, xp.asarray(PLACES[:0])), (normal(5, 4), positive(0, 2, 2))),
+    ],
+    "jitter": [(lambda xp, x: ops.jitter(x, rows(xp, 2, 3), 0.4), (normal(2, 3, 8),))],
 }
 
 

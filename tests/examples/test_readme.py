@@ -103,6 +103,50 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python {ROOT}/benchmarks/precision.py --show --result none.json",
         "",
     ),
+    # docs/explanation/mixture-of-experts.md
+    "python examples/train_gpt.py --experts 8": (f"python examples/train_gpt.py --experts 8 --steps 2 {TINY}", ""),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --experts 8 --top-k 2 --ep 4 --capacity-factor 1.25": (
+        f"mpitrain local -n 2 examples/train_gpt.py --experts 4 --top-k 2 --ep 2 --capacity-factor 1.25 --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain verify --layout dp4,ep2 --layout dp2,ep2,tp2,sp --layout dp2,ep2,cp2 -- --experts 4 --top-k 2": (
+        "mpitrain verify --layout dp2,ep2 --first 1 -- --experts 4 --top-k 2 --layers 1",
+        "",
+    ),
+    "python examples/10_experts.py --svg experts.svg": (
+        "python examples/10_experts.py --steps 2 --svg experts.svg\ngrep -q '<title>Which expert' experts.svg",
+        "",
+    ),
+    "mpirun -n 2 python examples/10_experts.py --steps 300": (
+        "mpirun -n 2 python examples/10_experts.py --steps 2",
+        MPI,
+    ),
+    ".venv/bin/python benchmarks/experts.py --jobs 2": (
+        f"python {ROOT}/benchmarks/experts.py --small --only 'dense, seed 1' 'switch, seed 1' --result small.json",
+        "",
+    ),
+    ".venv/bin/python benchmarks/experts.py --write-docs": (
+        f"python {ROOT}/benchmarks/experts.py --show --result none.json",
+        "",
+    ),
+    # docs/how-to/train-a-mixture-of-experts.md
+    # docs/explanation/expert-overlap.md
+    "./run_mpi.sh -n 2 examples/train_gpt.py --experts 8 --ep 2 --expert-overlap": (
+        f"mpitrain local -n 2 examples/train_gpt.py --experts 8 --ep 2 --expert-overlap --steps 2 {TINY}",
+        "",
+    ),
+    "mpirun -n 2 python -m mpi4py benchmarks/expert_overlap.py --undisturbed": (
+        f"mpirun -n 2 python -m mpi4py {ROOT}/benchmarks/expert_overlap.py --rounds 1 --widths 64 --network 1",
+        MPI,
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --experts 8 --ep 4": (
+        f"mpitrain local -n 2 examples/train_gpt.py --experts 4 --ep 2 --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain verify --layout dp4 --layout dp4,ep2 --layout dp4,ep4 -- --experts 4": (
+        "mpitrain verify --layout dp2 --layout dp2,ep2 --first 1 -- --experts 4 --layers 1",
+        "",
+    ),
     # docs/explanation/recompute.md
     "./run_mpi.sh -n 4 examples/train_gpt.py --recompute full": (
         f"python examples/train_gpt.py --recompute full --steps 2 {TINY}",
@@ -245,6 +289,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mpitrain verify --layout dp2 --layout dp4 train.py": ("mpitrain verify --layout dp2 train.py", ""),
     "mpitrain verify --layout dp2,tp2,sp -- --tied --kv-heads 2": (
         "mpitrain verify --layout dp2,tp2,sp -- --tied --kv-heads 2 --layers 1",
+        "",
+    ),
+    "mpitrain verify --layout dp4,ep2 --layout dp4,ep2,tp2,sp -- --experts 4 --top-k 2": (
+        "mpitrain verify --layout dp2,ep2 --first 1 -- --layers 1",
         "",
     ),
     "./run_mpi.sh verify --all 8": ("./run_mpi.sh verify --all 1 --first 1 -- --layers 1", ""),

@@ -45,6 +45,9 @@ CUTS = {
     "rows of many": ((2, 8, 5), {"tp": Shard(1)}),
     "columns of many": ((2, 3, 2, 8), {"tp": Shard(3)}),
     "all dims": ((2, 4, 4), {"edp": Shard(0), "cp": Shard(1), "tp": Shard(2)}),
+    "up of experts": ((4, 3, 8), {"ep": Shard(0), "tp": Shard(2)}),
+    "down of experts": ((4, 8, 3), {"ep": Shard(0), "tp": Shard(1)}),
+    "experts of nobody": ((3, 5, 3), {"ep": Shard(0), "tp": Shard(2)}),
     "vector": ((7,), {"tp": Shard(0)}),
     "whole": ((3, 4), {}),
 }
@@ -77,11 +80,23 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    "axes", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 4}, {"dp": 2, "cp": 2, "tp": 2}, {"tp": 8}], ids=str
+    "axes",
+    [
+        {"tp": 2},
+        {"tp": 4},
+        {"dp": 2, "tp": 2},
+        {"dp": 4},
+        {"dp": 2, "cp": 2, "tp": 2},
+        {"tp": 8},
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 4},
+        {"dp": 4, "ep": 2, "tp": 2},
+    ],
+    ids=str,
 )
 def test_any_cut_makes_the_updates_of_the_whole_tensor(axes, alone):
-    """T25.6: weights, row and column sums, for either direction and for both."""
-    ranks = int(np.prod([*axes.values()]))
+    """T25.6: weights, row and column sums, for either direction and for both, and for the experts of each rank."""
+    ranks = int(np.prod([size for axis, size in axes.items() if axis != "ep"]))  # ep is a part of dp
     for found in LocalWorld(ranks).run(lambda: trained(Mesh(world(), **axes))):
         for kind, tensors in alone.items():
             for name, tensor in tensors.items():

@@ -297,7 +297,7 @@ def test_of_several_ranks_the_one_with_most_is_shown_and_the_span_of_all(tmp_pat
 def test_a_table_of_ranks_names_the_least_and_the_most():
     found = [
         {"now": {"weights": n}, "at_peak": {"weights": n}, "largest": {"weights": n}, "predicted": {"weights": n}}
-        | {"total": n, "peak": n, "inside": [0, "", "", 0]}
+        | {"total": n, "peak": n, "inside": [0, "", "", 0], "note": ""}
         for n in (3 << 20, 1 << 20, 5 << 20)
     ]
     lines = memory_table.table(found, "after step 7").splitlines()
@@ -308,6 +308,8 @@ def test_a_table_of_ranks_names_the_least_and_the_most():
     assert "inside of linear head" not in memory_table.table(found, "now")
     found[2]["inside"] = [1 << 20, "linear", "head", 6 << 20]
     assert memory_table.table(found, "now").splitlines()[-1].split() == "and inside of linear head 1.00".split()
+    found[2]["note"] = "for some tokens"
+    assert memory_table.table(found, "now").splitlines()[-1] == "  activations are predicted for some tokens"
 
 
 def test_without_the_option_nothing_is_told(tmp_path, capsys):

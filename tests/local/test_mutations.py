@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the mutations are
-import mutations_memory  # noqa: F401 - registers its own
+import mutations_experts  # noqa: F401 - registers its own
+import mutations_memory  # noqa: F401
 import mutations_optimizer  # noqa: F401
 import mutations_pipeline
+from checks_layouts import with_documents, with_padding
 from mutations import MUTATIONS, Mutation
 
 from mpitrain.assemble import build_executor, build_model, build_optimizer
@@ -56,6 +58,9 @@ def short_of_targets(batch: Batch) -> Batch:
     return replace(batch, targets=np.where(keep, batch.targets, -100))
 
 
+CHANGES = {"padded": short_of_targets, "documents": with_documents, "empty_rows": with_padding}
+"""Options of a mutation that give it other batches."""
+
 OVERFLOWS = (2, 3)
 """The steps in which a gradient is too large for its square, where a mutation asks for it."""
 
@@ -82,7 +87,8 @@ def train(layout: Layout, options: dict[str, Any]) -> float:
     One rank without an axis judges: it makes nothing again.
     """
     options = dict(options)
-    padded, spread, overflow = (options.pop(name, None) for name in ("padded", "spread", "overflow"))
+    spread, overflow = (options.pop(name, None) for name in ("spread", "overflow"))
+    changes = [change for name, change in CHANGES.items() if options.pop(name, None)]
     again = next((way for way in layout.ways if way in ("full", "none")), None)
     if again is not None:
         options["recompute"] = again
@@ -94,8 +100,9 @@ def train(layout: Layout, options: dict[str, Any]) -> float:
         options["schedule"] = layout.schedule
     if layout.sizes.get("pp", 1) == 1:
         options.pop("stage_layers", None)
-    config = Config(**{**BASE, **options}, **sizes, cp_attention=kind, sequence_parallel="sp" in layout.ways)
-    mesh = Mesh(world(), pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+    ways = {"sequence_parallel": "sp" in layout.ways, "expert_overlap": "overlap" in layout.ways}
+    config = Config(**{**BASE, **options}, **sizes, **ways, cp_attention=kind)
+    mesh = Mesh(world(), pp=config.pp, dp=config.dp, ep=config.ep, cp=config.cp, tp=config.tp)
     text = np.random.default_rng(7).integers(14, size=2000, dtype=np.uint16)
     corpus = Corpus(text[:1500], text[1500:], 14, "tokens", "random numbers", (), (), "")
     tokens = Tokens(corpus, config.seq_len, config.seed)
@@ -106,10 +113,11 @@ def train(layout: Layout, options: dict[str, Any]) -> float:
     executor = build_executor(config, model, build_optimizer(config, model, mesh), mesh, steps)
     if overflow:
         overflowing(executor, overflow)
-    batches = [
-        (short_of_targets(batch) if padded else batch).part(model.positions_here)
-        for batch in tokens.batches(config.batch, mesh.dp.rank, mesh.dp.size, 0, steps)
-    ]
+    batches = []
+    for batch in tokens.batches(config.batch, mesh.dp.rank, mesh.dp.size, 0, steps):
+        for change in changes:
+            batch = change(batch)
+        batches.append(batch.part(model.positions_here))
     for row in [batches] if layout.is_stale else [[batch] for batch in batches]:
         executor.run(row)
     rows = 4 * mesh.dp.size
@@ -190,17 +198,17 @@ def test_a_known_bug_is_found(mutation: Mutation) -> None:
 
 
 def test_there_are_enough_of_them_and_none_twice() -> None:
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 170
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 240
 
 
 OPTIONS = ({}, {"dropout": 0.3, "padded": True, "microbatches": 2}, {"kv_heads": 2, "tied": True})
 
 
-SAVING = ("loss_scaling", "lr_groups", "recompute_modules")
+SAVING = ("loss_scaling", "lr_groups", "recompute_modules", "experts")
 
 
 def saves(mutation: Mutation) -> bool:
-    """Whether it is about memory, scales or groups, where what is to be proven sound is its own options."""
+    """Whether it is about memory, scales, groups or experts, where what is to be proven sound is its own options."""
     again = {"full", "none"}.intersection(mutation.layout.split(","))
     return bool(again) or not mutation.options.keys().isdisjoint(SAVING)
 

@@ -2,6 +2,7 @@
 
 import time
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,7 @@ from mpitrain.pipeline.partition import balance
 from mpitrain.pipeline.passes import complete, with_messages, with_update
 from mpitrain.pipeline.schedules import gpipe
 from mpitrain.pipeline.simulate import Costs, Sizes, Span, simulate
+from mpitrain.routing import Routing
 
 TINY = GPTConfig(vocab=11, layers=4, width=8, heads=2, seq_len=4)
 UNITS = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}, "zb-h1": {}, "terapipe": {"slices": 2}}
@@ -114,6 +116,23 @@ def test_ranks_wait_in_receives():
     assert measured.waiting == pytest.approx((3.0, 1.0))
 
 
+def test_the_time_that_tokens_take_to_their_experts_is_seen_within_the_work_of_each_stage():
+    def run():
+        mesh = Mesh(world(), pp=2, dp=2, ep=2)
+        config = replace(TINY, layers=2, routing=Routing(4, every=2))  # the second stage has experts, the first none
+        pipeline = executor("1f1b", mesh, config, microbatches=2)
+        watch = Stopwatch()
+        with listen(watch):
+            pipeline.step(batch(4, config))
+        return watch.gather(mesh.pp)
+
+    for measured in LocalWorld(4).run(run):
+        plain, experts = measured.inside
+        assert plain == {}
+        assert set(experts) == {"ep"}
+        assert 0 < experts["ep"] < measured.busy[1]
+
+
 def test_an_action_that_comes_again_begins_the_next_step_and_old_ones_are_forgotten():
     for measured, kept in watched(steps=5, keep=3):
         assert kept == 3
@@ -141,7 +160,7 @@ def test_a_step_that_was_not_watched_is_refused_on_every_rank():
         watch = Stopwatch()
         if world().rank == 0:
             action = Action("F", 0, 0)
-            watch._steps.append(timeline._Step([Span(action, 0.0, 1.0)], {action}, []))
+            watch._steps.append(timeline._Step([Span(action, 0.0, 1.0)], {action}, [], {}))
         with pytest.raises(ScheduleError, match="rank 1 of axis world keeps no step -1"):
             watch.gather(world())
 

@@ -43,11 +43,12 @@ from mpitrain.pipeline.passes import with_update
 from mpitrain.pipeline.schedules import SCHEDULES, compute_rows, one_stage
 from mpitrain.pipeline.update import Update
 from mpitrain.spec import Spec
-from mpitrain.verify import sweep
-from mpitrain.verify.command import main
+from mpitrain.verify import cases, sweep
+from mpitrain.verify.command import EXPERTS, main
+from mpitrain.verify.every import all_layouts
 from mpitrain.verify.here import record, record_on, replay
 from mpitrain.verify.judge import Verdict, judge
-from mpitrain.verify.layouts import WAYS, Layout, all_layouts, parse
+from mpitrain.verify.layouts import WAYS, Layout, parse
 from mpitrain.verify.suspect import hints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,6 +271,8 @@ WITHOUT_STAGES = [str(layout) for n in (3, 4) for layout in all_layouts(n) if no
 @pytest.mark.parametrize("layout", WITHOUT_STAGES)
 def test_every_layout_of_three_and_four_ranks_is_equal(layout):
     options = {"heads": 3, "width": 12, "seq_len": 18, "batch": 12} if parse(layout).ranks == 3 else {}
+    if parse(layout).spreads_experts:
+        options |= {"experts": 12, "top_k": 2, "capacity_factor": 1.0, "z_loss": 0.01, "jitter": 0.1}
     verdict, _ = prove(layout, tied=parse(layout).ranks == 3, **options)
     assert verdict.ok, verdict.first
     assert verdict.worst()[0].share < 0.01  # so far below its bound that any fault would stand out
@@ -307,7 +310,7 @@ def test_a_pipeline_that_never_drains_is_equal_to_its_replay_and_not_to_plain_tr
     kept, again, plain = stale(layout)
     verdict = judge(again, kept)
     assert verdict.ok, verdict.first
-    assert verdict.steps == sum(sweep.STALE_ROWS)
+    assert verdict.steps == sum(cases.STALE_ROWS)
     assert verdict.worst()[0].share < 0.01
     assert not judge(plain, kept).ok
     assert {facts["batch"] for facts, _ in again[1:]} == {0}
@@ -525,13 +528,13 @@ def test_a_state_that_an_optimizer_spoils_on_one_rank_is_found_though_weights_do
 
     def step(self, lr=None):
         whole(self, lr)
-        if world().rank == 1 and self.updates == len(sweep.ROWS):
+        if world().rank == 1 and self.updates == len(cases.ROWS):
             self._state["second_moment"][0] *= 1.5
 
     monkeypatch.setattr(AdamW, "step", step)
     verdict, _ = prove("tp2")
     assert (verdict.first.step, verdict.first.kind, verdict.first.ranks or verdict.first.split.ranks) == (
-        len(sweep.ROWS),
+        len(cases.ROWS),
         "second_moment",
         (1,) if not verdict.first.split else (0, 1),
     )
@@ -553,8 +556,8 @@ def test_weights_that_start_from_other_numbers_are_found_before_the_first_step(m
 
 
 def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
-    cases = [sweep.case_of(seed) for seed in range(100)]
-    assert [sweep.case_of(seed) for seed in range(100)] == cases
+    drawn = [sweep.case_of(seed) for seed in range(150)]
+    assert [sweep.case_of(seed) for seed in range(150)] == drawn
     more = ("stage_layers", "balance")
     for name in (
         "tied",
@@ -568,17 +571,26 @@ def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
         "layers",
         *more,
     ):
-        assert len({case.options[name] for case in cases}) > 1, name
-    assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in cases}
-    assert {way for case in cases for way in case.layout.ways} == {word for word, way in WAYS.items() if way.axis}
-    assert {case.options["recompute"] for case in cases} == {"none", "selective", "full"}
-    assert {case.options["recompute_modules"] for case in cases} == {None, *sweep.PARTS}
-    assert {case.options["loss_scaling"] for case in cases} == {None, "dynamic", "static", "blocks"}
-    assert {case.options["lr_groups"] for case in cases} == {None, *sweep.LR_GROUPS}
-    assert {letter for case in cases for letter, _ in case.layout.counts} == {"v", "s"}
-    assert any("0" in (case.options["stage_layers"] or "").split(",") for case in cases)
-    assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in cases)
-    assert len({case.vocab for case in cases}) > 3
+        assert len({case.options[name] for case in drawn}) > 1, name
+    assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in drawn}
+    assert {way for case in drawn for way in case.layout.ways} == {word for word, way in WAYS.items() if way.axis}
+    assert {case.options["recompute"] for case in drawn} == {"none", "selective", "full"}
+    assert {case.options["recompute_modules"] for case in drawn} == {
+        None, *cases.PARTS, *cases.OF_EXPERTS
+    }  # fmt: skip
+    assert {case.options["loss_scaling"] for case in drawn} == {None, "dynamic", "static", "blocks"}
+    assert {case.options["lr_groups"] for case in drawn} == {None, *cases.LR_GROUPS}
+    assert {letter for case in drawn for letter, _ in case.layout.counts} == {"v", "s"}
+    assert any("0" in (case.options["stage_layers"] or "").split(",") for case in drawn)
+    assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in drawn)
+    assert len({case.vocab for case in drawn}) > 3
+    routed = [case for case in drawn if "experts" in case.options]
+    assert len(drawn) / 3 < len(routed) < 2 * len(drawn) / 3
+    for name in ("experts", "top_k", "router", "capacity_factor", "renormalize", "moe_every", "z_loss", "jitter"):
+        assert len({case.options[name] for case in routed}) > 1, name
+    assert {case.options["balance_loss"] for case in routed} == {0.0, 0.01, 1.0, None}
+    assert {case.layout.sizes.get("ep", 1) for case in routed} >= {1, 2, 3, 4}
+    assert any(case.layout.schedule == "terapipe" for case in routed)
 
 
 def test_random_cases_are_equal_to_one_rank(capsys, tmp_path):
@@ -649,6 +661,7 @@ class Layout:
     schedule: str = "1f1b"
     recompute: str = ""
     dp: "int | None" = None
+    ep: int = 1
     cp: int = 1
     tp: int = 1
 
@@ -667,7 +680,7 @@ for flag, value in zip(flags[::2], flags[1::2]):
     if how != "deaf" and not (how == "deaf to ways" and flag in ("--schedule", "--chunks", "--slices", "--recompute")):
         setattr(layout, flag.removeprefix("--"), value if flag in ("--schedule", "--recompute") else int(value))
 here = world()
-mesh = Mesh(here, pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+mesh = Mesh(here, pp=layout.pp, dp=layout.dp, ep=layout.ep, cp=layout.cp, tp=layout.tp)
 print("a word of the script")
 if how == "no step":
     sys.exit()
@@ -859,6 +872,39 @@ def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):
     assert "3 layouts: 1 equal, 2 refused" in text  # dp2 is what it does by itself
 
 
+def test_an_axis_of_experts_is_no_proof_of_a_model_that_has_none_or_of_a_mesh_without_it(script, capsys):
+    assert main([*named("dp2,ep2"), "--first", "1", script, "good"]) == 2
+    assert "the script did not obey --ep: it called no all_to_all or send_off over ep\n" in capsys.readouterr().out
+    assert main([*named("dp2,ep2"), "--first", "1", script, "deaf"]) == 2
+    assert "the script did not obey --dp 2 --ep 2: its mesh was dp 2\n" in capsys.readouterr().out
+
+
+def test_layouts_that_spread_experts_are_held_against_one_rank_with_experts(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = tmp_path / "found.json"
+    layouts = named("dp2", "dp2,ep2", "dp2,ep2,full")
+    assert main([*layouts, "--first", "2", "--json", str(path), "--", "--layers", "1", "--batch", "8"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("one rank: 2 steps of 17 tensors")
+    assert f"one rank with {' '.join(EXPERTS)}: 2 steps of 16 tensors" in text
+    assert "3 layouts: 3 equal" in text
+    first, second, _ = json.loads(path.read_text())["layouts"]
+    assert first["flags"] == ["--dp", "2"]
+    assert second["flags"] == [*EXPERTS, "--dp", "2", "--ep", "2"]
+    assert {"choices", "balance loss", "z-loss"} <= {finding["kind"] for finding in second["worst"]}
+
+
+def test_experts_of_ones_own_are_proven_as_they_are_and_a_way_of_theirs_too(capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["--layers", "1", "--batch", "8", "--experts", "4", "--dropless"]
+    assert main([*named("dp2,ep2,overlap"), "--first", "1", "--", *words]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("one rank: 1 steps of 16 tensors")
+    assert "dp2,ep2,overlap  equal" in text
+    assert main([*named("dp2,ep2,overlap"), "--", "--layers", "1", "--batch", "8", "--experts", "2"]) == 2
+    assert "ConfigError: --expert-overlap with --experts 2 and --ep 2" in capsys.readouterr().out
+
+
 def test_a_way_that_a_script_does_not_obey_is_no_proof(script, capsys):
     said = {
         "tp2,sp": "--sequence-parallel: it called no all_gather or reduce_scatter over tp",
@@ -966,8 +1012,8 @@ def test_a_script_that_does_not_train_on_one_rank_is_the_users_mistake(script, c
         assert "runpy" not in error
 
 
-FEWER = ("cp2,rsa,full", "dp2,full", "pp2,terapipe,full")
-"""Of the eighteen layouts of two ranks, what other tests prove as well."""
+FEWER = ("cp2,rsa,full", "dp2,full", "pp2,terapipe,full", "dp2,ep2", "dp2,ep2,full")
+"""Of the layouts of two ranks, what other tests prove as well."""
 
 
 def test_the_trainer_is_proven_where_no_script_is_given(capsys, monkeypatch, tmp_path):
@@ -1031,7 +1077,7 @@ def test_help_names_every_option_and_every_word(capsys):
     text = capsys.readouterr().out
     for word in ("layout", "all", "transport", "first", "sweep", "seed", "json", "timeout", "at-once", "verbose"):
         assert f"--{word}" in text
-    assert "ppN dpN cpN tpN" in text
+    assert "ppN dpN cpN tpN (N ranks on an axis), epN" in text
     assert "sequence parallelism" in text
 
 

@@ -20,6 +20,8 @@ from mpitrain.rng import absorb, stream_key
 
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 100, 257)
 DROP = 0.3
+AMOUNT = 0.25  # of jitter
+CHOICES = 2  # experts of a token
 IGNORE = -100
 ELSEWHERE = -7  # a target that counts, whose logit another rank holds
 ADAMW = {"update": 3, "lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -148,6 +150,15 @@ def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> 
         return logits, targets, lse.astype(wide(dtype))
     if kernel == "row_sum":
         return normal(7, width).astype(wide(dtype)), rng.integers(0, 7, rows), normal(*matrix)
+    if kernel == "jitter":
+        return normal(*matrix), hashes(rows)
+    if kernel in ("combine", "combine_backward"):
+        places = np.full(CHOICES * rows, -1)  # a third of the choices come to nothing, two rows are nobody's
+        there = rng.permutation(places.size)[: (2 * places.size + 2) // 3]
+        places[there] = rng.permutation(there.size + 2)[: there.size]
+        out, gates = normal(there.size + 2, width), normal(rows, CHOICES).astype(wide(dtype))
+        grad = (normal(*matrix),) if kernel == "combine_backward" else ()
+        return *grad, out, gates, places.reshape(rows, CHOICES)
     if kernel == "adamw":
         p, m, g = (normal(rows * width) for _ in range(3))
         return p, m, normal(rows * width) ** 2, g
@@ -173,6 +184,9 @@ CALLS: dict[str, Callable[..., Sequence[Any]]] = {
         kernels.cross_entropy_backward(np.asarray(0.7, lse.dtype), logits, targets, lse, IGNORE)
     ],
     "row_sum": lambda out, ids, rows: [kernels.row_sum(ids, rows, out), out][1:],
+    "jitter": lambda x, rows: [kernels.jitter(x, rows, AMOUNT)],
+    "combine": lambda out, gates, places: [kernels.combine(out, gates, places)],
+    "combine_backward": lambda *arrays: kernels.combine_backward(*arrays),
     "adamw": lambda p, m, v, g: [kernels.adamw(p, g, m, v, **ADAMW), p, m, v][1:],
     "sum_of_squares": lambda x: [kernels.sum_of_squares(x)],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from mpitrain.debug.states import StateChecker
 from mpitrain.events import listen
 
 N = 2
+
+
+class Arrived(NamedTuple):
+    """A request that is complete."""
+
+    array: np.ndarray
+
+    def wait(self):
+        return self.array
 
 
 class Axis:
@@ -29,6 +39,9 @@ class Axis:
 
     def all_to_all(self, x, i, j, counts=None):
         return np.concatenate([np.split(x, N, j)[0]] * N, i)
+
+    def iall_to_all(self, x, i=0, j=0, counts=None):
+        return Arrived(self.all_to_all(x, i, j, counts))
 
     def shift(self, x, k):
         return x

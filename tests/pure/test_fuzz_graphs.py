@@ -198,7 +198,7 @@ def test_the_command_reports_what_it_did(capsys):
 
 
 def test_the_command_prints_one_program(capsys):
-    assert fuzz_graphs.main(["--one", "3", "--no-torch"]) == 0
+    assert fuzz_graphs.main(["--one", "5", "--no-torch"]) == 0
     out = capsys.readouterr().out
     assert "with Tape() as tape:" in out
     assert "# right: " in out

@@ -37,7 +37,9 @@ def expected(kernel, arrays, half):
     if kernel == "residual_norm":  # the norm of the rounded sum, as that is what backward will find
         total = kernels.narrow(results[0], half)
         return [total, *kernels.layer_norm(total, *arrays[4:], 1e-5)]
-    kept = {"layer_norm": (1, 2), "layer_norm_backward": (1, 2), "gelu_backward": (1,)}.get(kernel, ())
+    kept = {"layer_norm": (1, 2), "layer_norm_backward": (1, 2), "gelu_backward": (1,), "combine_backward": (1,)}.get(
+        kernel, ()
+    )
     if kernel in ("cross_entropy", "row_sum", "sum_of_squares"):
         return results
     return [y if i in kept else kernels.narrow(y, half) for i, y in enumerate(results)]

@@ -92,6 +92,15 @@ CASES = {
     "residual_norm": [
         (lambda x, y, b, *norm: total(ops.residual_norm(x, y, b, *norm, rows=ROWS, p=0.25)), X, Y, V, normal(4), V)
     ],
+    "gates": [
+        (lambda p: ops.gates(p, IDS % 4), positive(2, 4)),
+        (lambda p: ops.gates(p, IDS % 4, True), positive(2, 4)),
+    ],
+    "take_rows": [(lambda x: ops.take_rows(x, np.array([5, 0, 5])), normal(2, 3, 4))],
+    "permute_rows": [(lambda x: ops.permute_rows(x, np.array([2, 0, 1])), X)],
+    "grouped_matmul": [(lambda x, w: ops.grouped_matmul(x, w, (2, 0, 1)), X, normal(3, 4, 5))],
+    "combine": [(lambda x, g: ops.combine(x, g, np.array([[2, -1], [0, 1]])), X, positive(2, 2))],
+    "jitter": [(lambda x: ops.jitter(x, ROWS, 0.3), X)],
 }
 ELSEWHERE = {"IGNORE", "attention", "slice_attention"}  # which have files of their own
 SINGLE = {"cast", "softmax_cross_entropy"}  # whose value is float32

@@ -11,9 +11,10 @@ import math
 
 import numpy as np
 import pytest
-from kernel_calls import ADAMW, IGNORE, WIDTHS, arguments, call
+from kernel_calls import ADAMW, AMOUNT, IGNORE, WIDTHS, arguments, call
 
 from mpitrain import kernels
+from mpitrain.rng import uniform
 
 HIGHER = {np.float32: np.float64, np.float64: np.longdouble}
 PRECISIONS = pytest.mark.parametrize("dtype", HIGHER)
@@ -240,6 +241,39 @@ def test_cross_entropy_sums_many_rows_without_drift(dtype, level):
     total, lse = kernels.cross_entropy(logits, np.zeros(300_000, int), IGNORE)
     each = float(lse[0]) - float(logits[0, 0])
     assert float(total) == pytest.approx(300_000 * each, rel=max(float(np.finfo(dtype).eps), 300_000 * 2.0**-53))
+
+
+# -------------------------------------------------------------------------------------------------------- experts
+
+
+def exact_combine(eps, out, gates, places):
+    """Of two terms each product is rounded, and their sum."""
+    y, size = (np.zeros((len(places), out.shape[1]), out.dtype) for _ in range(2))
+    for i, j in np.argwhere(places >= 0):
+        y[i] += gates[i, j] * out[places[i, j]]
+        size[i] += np.abs(gates[i, j] * out[places[i, j]])
+    return [y], [size]
+
+
+def exact_combine_backward(eps, grad, out, gates, places):
+    d_out, d_gates, size = np.zeros_like(out), np.zeros_like(gates), np.zeros_like(gates)
+    for i, j in np.argwhere(places >= 0):
+        d_out[places[i, j]] = gates[i, j] * grad[i]
+        d_gates[i, j] = grad[i] @ out[places[i, j]]
+        size[i, j] = np.abs(grad[i]) @ np.abs(out[places[i, j]])
+    return [d_out, d_gates], [np.abs(d_out) / 2, chain(out.shape[1]) * size]
+
+
+def exact_jitter(eps, x, rows):
+    """The factor is rounded to x's precision on the way and at the end, and so is the product."""
+    y = x * (1 + AMOUNT * (2 * uniform(rows, x.shape[-1]).astype(x.dtype) - 1))
+    return [y], [2 * np.abs(y)]
+
+
+@PRECISIONS
+@pytest.mark.parametrize("kernel", ["combine", "combine_backward", "jitter"])
+def test_experts(kernel, dtype, level):
+    assert_accurate(kernel, dtype, [(rows, width) for rows, width in SHAPES if width < 1000])
 
 
 # ----------------------------------------------------------------------------------------------- sums and updates

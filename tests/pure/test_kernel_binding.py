@@ -31,6 +31,7 @@ def good():
     rows, mask = np.zeros((1, 2, 5), np.uint64), np.ones((1, 1, 5, 4), bool)
     scratch = np.zeros(max(_compiled.attention_scratch(5, 4, 3, 4, back) for back in (0, 1)), np.uint8)
     setting = [0, 0.5, mask, rows, columns, 7, 1.5, scratch, zeros(1, 2, 5 * 4), 0]
+    choices = np.array([[0, -1, 2], [3, 1, -1]])
     half, brain = zeros(4, 6, dtype=np.float16), zeros(4, 6, dtype=np.uint16)
     return {
         "sum_rows": [x, v, v.copy(), None],
@@ -67,6 +68,14 @@ def good():
         "cross_entropy_backward of halves": [1.0, half, targets, zeros(4), -100, half.copy(), zeros(24)],
         "row_sum": [targets, x, zeros(3, 6), None],
         "row_sum of halves": [targets, half, zeros(3, 6), zeros(12)],
+        "combine": [x, zeros(2, 3), choices, zeros(2, 6), None],
+        "combine of halves": [half, zeros(2, 3), choices, half[:2].copy(), zeros(24)],
+        "combine_backward": [zeros(2, 6), x, zeros(2, 3), choices, x.copy(), zeros(2, 3), None],
+        "combine_backward of bfloats": [
+            *(brain[:2].copy(), brain, zeros(2, 3), choices, brain.copy(), zeros(2, 3), zeros(24)),
+        ],
+        "jitter": [x, hashes, 0.1, x.copy(), None],
+        "jitter of halves": [half, hashes, 0.1, half.copy(), zeros(24)],
         "adamw": [v, v.copy(), v.copy(), v.copy(), 0.9, 0.1, 0.99, 0.01, 1e-8, 0.1, 1.0],
         "sum_of_squares": [x, None],
         "sum_of_squares of bfloats": [brain, zeros(1)],
@@ -95,6 +104,9 @@ WRITTEN = {
     "cross_entropy": [3],
     "cross_entropy_backward": [5],
     "row_sum": [2],
+    "combine": [3],
+    "combine_backward": [4, 5],
+    "jitter": [3],
     "adamw": [0, 2, 3],
     "attention": [0, 4, 12, 13],
     "attention_backward": [6, 7, 8, 16],
@@ -245,6 +257,9 @@ def test_numbers_that_are_no_row_or_column_are_refused():
         refuses("cross_entropy_backward", 2, targets)
     for wrong in (-1, 3, 2**40, np.iinfo(np.int64).min):
         refuses("row_sum", 0, np.array([0, 2, 1, wrong]))
+    for wrong in (4, 2**40, np.iinfo(np.int64).max):
+        refuses("combine", 2, np.array([[0, -1, 2], [3, wrong, -1]]))
+        refuses("combine_backward", 3, np.array([[0, -1, 2], [3, wrong, -1]]))
 
 
 THRESHOLDS = ("dropout", 2), ("residual", 4), ("residual_norm", 4), ("attention", 10), ("attention_backward", 14)

@@ -42,6 +42,9 @@ EXPORT void words(const mt_row *row, mt_word *out, int n) {
         out[2 * n + i] = mt_column((mt_word)row[i]);
     }
 }
+EXPORT void noise(const mt_row *row, REAL *out, int n) {
+    LOOP(n) out[i] = mt_near_one((mt_word)row[i], REAL_C(0.25));
+}
 EXPORT void update(const REAL *c, REAL *p, const REAL *g, REAL *m, REAL *v, int n) {
     const mt_adamw_numbers numbers = {c[0], c[1], c[2], c[3], c[4], c[5], c[6]};
     LOOP(n) MT_ADAMW(p[i], g[i], m[i], v[i], numbers);
@@ -148,6 +151,17 @@ def test_hashes_are_those_of_rng(libraries):
         assert np.array_equal(out[0], fold32(rows))
         assert np.array_equal(out[1], lowbias32(low))
         assert np.array_equal(out[2], lowbias32(low + np.uint32(1)))
+
+
+@PRECISIONS
+def test_noise_is_near_one_and_uniform(libraries, dtype):
+    words = np.concatenate([[0, 2**32 - 1, 2**31], np.random.default_rng(0).integers(0, 2**32, 100_000)])
+    out = np.empty(words.size, dtype)
+    libraries[dtype].noise(*pointers(words.astype(np.uint64), out), out.size)
+    exact = 1 + 0.25 * (2 * (words + 0.5) / 2**32 - 1)
+    assert np.abs(out - exact).max() <= 1.5 * np.finfo(dtype).eps
+    assert out.min() == out[0] >= 0.75
+    assert out.max() == out[1] <= 1.25
 
 
 @PRECISIONS

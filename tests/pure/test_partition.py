@@ -116,6 +116,7 @@ def test_measured_costs_tell_a_large_head_and_are_nobodys_business():
     told = []
     with listen(told.append):
         small, large = (measured_costs(each, rows=2) for each in sizes.values())
-    assert min(*small, *large) > 0
+    assert min(small.embedding, *small.blocks, small.head) > 0
+    assert len(large.blocks) == 2
     assert large.head > 4 * small.head
     assert told == []

@@ -103,9 +103,10 @@ def test_parameters_belong_to_the_branch_that_their_name_begins_with():
     names = {"blocks.1.mlp.up.weight": 1, "blocks.11.mlp.up.weight": 2, "blocks.1.norm.weight": 0, "table.weight": 0}
     for name, group in names.items():
         assert scaler.group(Parameter(name, (2,), init=zeros)) == group
-    full = Parameter("blocks.1.mlp.down.bias", (2,), init=zeros)
-    full.in_full = True
-    assert scaler.group(full) == 0
+    added, router = (Parameter(f"blocks.1.mlp.{name}", (2,), init=zeros) for name in ("down.bias", "router.weight"))
+    added.in_full = added.outside = router.in_full = True
+    assert scaler.group(added) == 0  # with the residual
+    assert scaler.group(router) == 1
     assert scaler.inverse(0) == 1.0
     assert scaler.inverse(1) == 2.0**-13
 

@@ -14,14 +14,18 @@ import mpitrain.autograd.ops
 from mpitrain import collectives
 from mpitrain.autograd import Function, Tensor, ops
 from mpitrain.autograd.ops.arithmetic import Add, Div, Mul
+from mpitrain.autograd.ops.experts import Combine, GroupedMatmul, Jitter, PermuteRows, TakeRows
 from mpitrain.autograd.ops.fused import Linear
 from mpitrain.autograd.ops.linalg import Matmul
 from mpitrain.autograd.ops.reduce import Sum
-from mpitrain.autograd.ops.residual import Dropout
+from mpitrain.autograd.ops.residual import Dropout, Residual
 from mpitrain.autograd.ops.shape import Split, Transpose
-from mpitrain.debug.states.rules import RULES, elementwise, rule_of
+from mpitrain.debug.states.mixing import sent
+from mpitrain.debug.states.rules import elementwise
+from mpitrain.debug.states.table import RULES, rule_of
 from mpitrain.errors import StateError
 from mpitrain.events import listen
+from mpitrain.parallel.expert.overlap import Mail, SendOff, arrive, send_off
 from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard
 
 I, R, P = INVARIANT, REPLICATE, PARTIAL  # noqa: E741  (the tables below are read by columns)
@@ -30,6 +34,8 @@ TP = Axis()
 X = (2, 4, 6)  # (samples, tokens, columns) of this rank
 ROWS = np.zeros((2, 4), np.uint64)
 IDS = np.zeros((3, 5), np.int64)
+CHOICES = np.zeros((2, 4, 2), np.int64)
+PLACES = np.arange(16).reshape(2, 4, 2)
 
 
 def on(program, *states, shape=X):
@@ -59,6 +65,28 @@ def loss(logits, targets=None):
 
 def take(state, dim=0):
     return (lambda x: ops.take(x, IDS[:, :1], dim)), [((4, 6), state)]
+
+
+def sent_rows(x):
+    """Slices change places."""
+    return collectives.all_to_all(x, TP)
+
+
+def in_halves(*rows):
+    """The same, of some rows while others travel."""
+    mails = [Mail(TP, [4, 4], [4, 4]) for _ in rows]
+    promises = [send_off(x, TP, mail)[0] for x, mail in zip(rows, mails, strict=True)]
+    return arrive(TP, *zip(promises, mails, strict=True))
+
+
+def grouped(x, w, before=lambda x: x):
+    """Rows (8, 6) of two groups, with what happens to them before, times matrices (2, 6, 4)."""
+    return (lambda x, w: ops.grouped_matmul(before(x), w, (3, 5))), [((8, 6), x), ((2, 6, 4), w)]
+
+
+def combined(out, gates, before=lambda x: x):
+    """Rows (16, 6) of two choices each, with what happens to them before, and gates (2, 4, 2)."""
+    return (lambda out, gates: ops.combine(before(out), gates, PLACES)), [((16, 6), out), ((2, 4, 2), gates)]
 
 
 def reshape(state, shape, to):
@@ -171,6 +199,45 @@ RIGHT = [
     ("rows of summands", take(P), P),
     ("columns of a cut table", take(S(0), 1), S(0)),
     ("one of each row", on(lambda x: ops.gather_along(x, np.zeros((2, 4, 1), np.int64)), S(1)), S(1)),
+    # Rows that go to experts.
+    *[("gates", on(lambda p: ops.gates(p, CHOICES), s), s) for s in (I, R, P, S(0), S(1))],
+    *[("gates over their sum", on(lambda p: ops.gates(p, CHOICES, True), s), s) for s in (I, R, S(0), S(1))],
+    *[
+        ("rows of tokens", on(lambda x: ops.take_rows(x, np.arange(9) % 8), s), t)
+        for s, t in ((I, I), (R, R), (P, P), (S(0), S(0)), (S(1), S(0)), (S(2), S(1)), (None, None))
+    ],
+    *[
+        ("rows in another order", on(lambda x: ops.permute_rows(x, np.arange(8)[::-1]), s, shape=(8, 6)), s)
+        for s in (I, P, S(0), S(1))
+    ],
+    *[("jitter", on(lambda x: ops.jitter(x, ROWS, 0.1), s), s) for s in (I, P, S(1))],
+    ("to experts", on(sent_rows, S(0), shape=(8, 6)), sent(S(0))),
+    ("to experts and back", on(lambda x: sent_rows(ops.gelu_tanh(sent_rows(x))), S(0), shape=(8, 6)), S(0)),
+    ("experts here", grouped(S(0), S(0), sent_rows), sent(S(0))),
+    ("experts everywhere", grouped(S(0), R), S(0)),
+    ("columns of experts", grouped(R, S(2)), S(1)),
+    ("rows of experts", grouped(S(1), S(1)), P),
+    ("summands through experts", grouped(P, R), P),
+    ("experts of one value", grouped(I, I), I),
+    ("nothing is known of rows", grouped(None, S(0)), S(0)),
+    ("nothing is known of experts", grouped(S(0), None, sent_rows), sent(S(0))),
+    *[
+        ("combine", combined(s, g), t)
+        for s, g, t in ((S(0), S(0), S(0)), (S(0), S(1), S(1)), (P, R, P), (R, P, P), (S(1), R, S(2)), (I, I, I))
+    ],
+    ("combine with what came back", combined(S(0), S(1), lambda x: sent_rows(sent_rows(x))), S(1)),
+    ("combine with constants", combined(None, S(1)), S(1)),
+    (
+        "combine with gates of which nothing is known",
+        (lambda out, x: ops.combine(out, Tensor(np.ones((2, 4, 2))), PLACES) + x, [((16, 6), S(0)), (X, S(1))]),
+        S(1),
+    ),
+    ("to experts in halves", on(in_halves, S(0), S(0), shape=(8, 6)), sent(S(0))),
+    ("to experts in halves and back", on(lambda *x: sent_rows(in_halves(*x)), S(0), S(0), shape=(8, 6)), S(0)),
+    ("back in halves", on(lambda *x: in_halves(*map(sent_rows, x)), S(0), S(0), shape=(8, 6)), S(0)),
+    # Slices that changed places, in any op.
+    ("columns of what was sent", on(lambda x: sent_rows(x).transpose(1, 0)[None], S(0), shape=(8, 6)), sent(S(2))),
+    ("a sum of what was sent", on(lambda x: sent_rows(x).sum(), S(0), shape=(8, 6)), P),
     # Messages.
     ("copy", on(lambda x: collectives.copy(x, TP), I), R),
     ("all_reduce", on(lambda x: collectives.all_reduce(x, TP), P), I),
@@ -458,6 +525,88 @@ WRONG = [
         on(lambda x: collectives.all_to_all(x, TP, 1, 2), S(2)),
         "cut along dim 2, not along dim 1",
     ),
+    # Rows that go to experts.
+    ("gates of cut experts", on(lambda p: ops.gates(p, CHOICES), S(2)), r"gates along dim 2 of a Shard\(2\) value"),
+    (
+        "gates over a sum of cut experts",
+        on(lambda p: ops.gates(p, CHOICES, True), S(2)),
+        r"normalized_gates along dim 2 of a Shard\(2\) value",
+    ),
+    ("gates over a sum of summands", on(lambda p: ops.gates(p, CHOICES, True), P), "normalized_gates of a Partial"),
+    (
+        "rows that were not sent",
+        grouped(S(0), S(0)),
+        r"grouped_matmul of a Shard\(0\) value by experts of which each rank has some over tp; an all_to_all of",
+    ),
+    *[("rows that nobody cut", grouped(s, S(0)), "an all_to_all of the rows to their experts is") for s in (I, R, P)],
+    (
+        "rows that were sent twice",
+        grouped(S(0), S(0), lambda x: sent_rows(sent_rows(x))),
+        "an all_to_all of the rows to their experts is missing",
+    ),
+    *[
+        (
+            "experts that all ranks have",
+            grouped(S(0), w, sent_rows),
+            rf"grouped_matmul of a Sent\(0\) value, rows that were sent to their experts, by {a} {w} weight over tp; "
+            r"the weight must be Shard\(0\), each rank has its own experts",
+        )
+        for w, a in ((R, "a"), (I, "an"))
+    ],
+    (
+        "no copy before experts",
+        grouped(I, S(2)),
+        rf"grouped_matmul of an Invariant and a Shard\(1\) value over tp; {COPY}",
+    ),
+    (
+        "slices of experts' rows",
+        grouped(R, S(1)),
+        r"sums over dim 1 of a Shard\(1\) value, which is cut, with a Replicate",
+    ),
+    (
+        "rows of tokens and columns of experts",
+        grouped(S(0), S(2)),
+        r"grouped_matmul of a Shard\(0\) and a Shard\(1\) value",
+    ),
+    (
+        "combined where the experts are",
+        combined(S(0), S(0), sent_rows),
+        r"combine of a Sent\(0\) value, rows that are with their experts over tp; an all_to_all back to",
+    ),
+    ("gates that are not copied", combined(P, I), f"combine of an Invariant and a Partial value over tp; {COPY}"),
+    (
+        "gates that are not gathered",
+        combined(P, S(1)),
+        r"combine of a Partial value with a Shard\(1\) one as its gates over tp; .* an all_gather of the gates is",
+    ),
+    ("gates of all tokens", combined(S(0), R), "the rows are those of this rank's tokens, the gates those of all"),
+    (
+        "gates of some choices",
+        combined(R, S(2)),
+        r"combine over the choices of a Shard\(2\) value over tp; an all_gather",
+    ),
+    ("summands with summands", combined(P, P), "combine of two Partial values"),
+    (
+        "what was sent and what was not",
+        on(lambda x: x + sent_rows(x), S(0), shape=(8, 6)),
+        r"add of a Shard\(0\) and a Sent\(0\) value over tp; an all_to_all",
+    ),
+    (
+        "what was sent, gathered",
+        on(lambda x: collectives.all_gather(sent_rows(x), TP), S(0), shape=(8, 6)),
+        r"all_gather of a Sent\(0\) value over tp; its slices are where an all_to_all has brought them: one back is",
+    ),
+    (
+        "halves that are not both sent",
+        on(lambda x, y: in_halves(sent_rows(x), y), S(0), S(0), shape=(8, 6)),
+        "as input 1",
+    ),
+    (
+        "whole halves to experts",
+        on(in_halves, R, R, shape=(8, 6)),
+        "this arrive is doubled: every rank holds the whole",
+    ),
+    ("whole rows to experts", on(sent_rows, R, shape=(8, 6)), "this all_to_all is doubled: every rank holds the whole"),
     ("passed on whole", on(lambda x: collectives.shift(x, TP, 1, 1), R), "this shift is doubled"),
     ("exchanged whole", on(lambda x: collectives.all_to_all(x, TP, 1, 2), R), "this all_to_all is doubled"),
 ]
@@ -479,9 +628,17 @@ def test_a_program_that_is_wrong_is_refused_with_the_message_that_it_lacks(progr
     with pytest.raises(StateError, match=words) as caught:
         states_of(run, *inputs)
     text = str(caught.value)
-    assert text.startswith(("at test_states.py:", "at one_axis.py:")), text
+    assert text.startswith(("at test_states.py:", "at one_axis.py:", "at overlap.py:")), text
     assert "over tp" in text
     assert text.count("\n") <= 2
+
+
+def test_parts_that_arrive_lie_alike_on_axes_over_which_they_do_not_travel():
+    rows = (8, 6)
+    assert states_of(in_halves, (rows, S(0)), (rows, S(0)), axis="cp") == S(0)
+    assert states_of(in_halves, (rows, P), (rows, P), axis="cp") == P
+    with pytest.raises(StateError, match=r"arrive of a Shard\(0\) and a Replicate value over cp; all parts must be in"):
+        states_of(in_halves, (rows, S(0)), (rows, R), axis="cp")
 
 
 def test_the_errors_that_the_page_shows_are_those_of_today():
@@ -492,8 +649,10 @@ def test_the_errors_that_the_page_shows_are_those_of_today():
             states_of(program, *inputs)
         said.add(re.sub(r"^at \S+ | \((\S+ )?from .*", "", str(caught.value).splitlines()[0]))
     page = (Path(__file__).parents[2] / "docs/explanation/states-and-duals.md").read_text(encoding="utf-8")
-    shown = [line for line in page.splitlines() if " over tp; " in line and "spec of" not in line and line[:3] != "at "]
-    assert len(shown) == 5
+    lines = [line.replace(" over ep; ", " over tp; ") for line in page.splitlines()]  # rules are the same on every axis
+    others = ("at ", "an auxiliary loss")
+    shown = [line for line in lines if " over tp; " in line and "spec of" not in line and not line.startswith(others)]
+    assert len(shown) == 8
     for line in shown:
         words = re.sub(r" \((\S+ )?from .*", "", line)
         assert words in said
@@ -516,7 +675,7 @@ def test_every_rule_and_every_arrow_has_programs_that_are_right():
 
 
 def test_every_rule_and_every_arrow_has_programs_that_are_wrong():
-    pass_all = {collectives.MaxOver, Split, Transpose, Sum, Dropout}
+    pass_all = {collectives.MaxOver, SendOff, Split, Transpose, Sum, Dropout, TakeRows, PermuteRows, Jitter}
     assert set(RULES) - called(WRONG) == pass_all
     assert set(collectives.ARROWS) - called(WRONG) == set()
 
@@ -537,4 +696,5 @@ def test_every_op_has_a_rule_or_works_element_by_element():
 
 
 def test_factors_may_change_places_in_products_only():
-    assert [f for f in (Mul, Matmul, Linear, Add, Div) if f.bilinear] == [Mul, Matmul, Linear]
+    products = [Mul, Matmul, Linear, GroupedMatmul, Combine]
+    assert [f for f in (*products, Add, Div, Residual) if f.bilinear] == products

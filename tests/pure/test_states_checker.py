@@ -432,6 +432,49 @@ def test_the_loss_leaves_invariant_on_tp_and_partial_on_axes_that_divide_tokens(
 def test_a_loss_of_which_nothing_is_known_leaves():
     checker, y = with_batch(lambda x, b: Tensor(np.ones(3)) * 2.0, "tp")
     checker.finish(y)
+    checker.add_loss("router", y)
+
+
+AUXILIARY = [
+    ("tp", I, None),
+    ("tp", P, None),
+    ("tp", R, "or Invariant where all hold them; every rank would add all of it: .* before that copy or all_gather"),
+    ("tp", S(0), "the sum over its elements is missing"),
+    ("edp", P, None),
+    ("ep", P, None),
+    ("cp", P, None),
+    (
+        "edp",
+        I,
+        "Partial, the sum over this rank's tokens; this all_reduce is doubled: each rank adds what its own tokens",
+    ),
+    ("ep", R, "every rank would add all of it: it is meant of the value before that sum"),
+    ("cp", I, "this all_reduce is doubled"),
+    ("cp", S(0), "the sum over its elements is missing"),
+]
+
+
+@pytest.mark.parametrize(("axis", "state", "words"), AUXILIARY)
+def test_a_loss_besides_is_the_sum_of_this_ranks_tokens_or_all_ranks_of_tp_hold_them(axis, state, words):
+    checker, y = with_batch(lambda x, b: x * 2.0, axis, table=((3,), state))
+    if words is None:
+        checker.add_loss("router", y)
+        return
+    said = "dp" if axis == "edp" else axis
+    with pytest.raises(StateError, match=words) as caught:
+        checker.add_loss("router", y)
+    assert f": an auxiliary loss of router is {state} over {said} where it leaves, but must be Partial" in str(
+        caught.value
+    )
+    assert str(caught.value).startswith("at test_states_checker.py:")
+
+
+def test_a_loss_besides_that_was_summed_over_tp_leaves_only_where_it_was_not_summed_itself():
+    checker, y = with_batch(lambda x, b: collectives.all_reduce(x, TP), "tp", table=((3,), P))
+    with pytest.raises(StateError, match="this all_reduce is doubled"):
+        checker.add_loss("router", y)
+    checker, y = with_batch(lambda x, b: ops.exp(collectives.all_reduce(x, TP)), "tp", table=((3,), P))
+    checker.add_loss("router", y)
 
 
 # ------------------------------------------------------------------------------------------------------- the unusual

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mpitrain.debug.capture import Record, read, write
+from mpitrain.parallel.expert.counted import vector
 from mpitrain.spec import INVARIANT, REPLICATE, Shard, Spec, slab
 from mpitrain.verify.judge import judge
 from mpitrain.verify.layouts import parse
@@ -297,8 +298,8 @@ def without(ranks, name, which):
     for rank in which:
         place = place_of(ranks[rank], name)
         for record in ranks[rank]:
-            for kind, vector in record.arrays.items():
-                record.arrays[kind] = np.delete(vector, place)
+            for kind, array in record.arrays.items():
+                record.arrays[kind] = np.delete(array, place)
         parameters = ranks[rank][0].facts["parameters"]
         parameters[:] = [entry for entry in parameters if entry[0] != name]
     return ranks
@@ -418,6 +419,110 @@ def test_but_not_by_more_nor_elsewhere(how):
     assert any(f.kind == "weight" and not f.ok for f in verdict.findings)
 
 
+# ------------------------------------------------------------------------------------------------------------ routing
+
+
+def routed(ranks, change=lambda counted, rank: None):
+    """The run with two layers of four experts; `change` may spoil what a rank reports of step 2."""
+    ranks = spoiled(ranks)
+    for rank, records in enumerate(ranks):
+        for record in records[1:]:
+            step = record.facts["step"]
+            layers = {
+                f"blocks.{n}.mlp": vector(
+                    np.array([7, 9, 8 + n, 8 - n]),
+                    dropped=3,
+                    tokens=32,
+                    entropy=40.5,
+                    balance=8.25 * (n + 1),
+                    z=15.0 / step,
+                )
+                for n in (0, 1)
+            }
+            record.facts.update(rows=8, counted={name: numbers.tolist() for name, numbers in layers.items()})
+        change(records[2].facts["counted"], rank)
+    return ranks
+
+
+EXPERTS = routed(run())[0]
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_a_run_with_experts_is_equal_and_every_layer_is_compared(dp, tp):
+    verdict = judge(EXPERTS, routed(run(dp, tp)))
+    assert verdict.ok
+    assert judge(ALONE, run(dp, tp)).ok
+    kinds = [(f.kind, f.name) for f in verdict.findings if f.step == 2]
+    layers = ["blocks.0.mlp", "blocks.1.mlp"]
+    assert kinds[:2] == [("choices", name) for name in layers]
+    sums = ("router entropy", "balance loss", "z-loss")
+    assert sorted(kinds[2:8]) == sorted((kind, name) for kind in sums for name in layers)
+    assert kinds[8:10] == [("targets", ""), ("rows", "")]
+
+
+def test_one_token_that_chose_another_expert_is_found_first_and_is_told_from_a_bug():
+    def other(counted, rank):
+        counted["blocks.1.mlp"][0] += 1
+        counted["blocks.1.mlp"][2] -= 1
+
+    verdict = judge(EXPERTS, change(routed(run(2), other), "up", "gradient", 2, [0, 1], lambda a: a + 0.01))
+    assert (verdict.first.step, verdict.first.what) == (2, "choices of blocks.1.mlp")
+    found = {hint.label: hint.text for hint in hints(verdict.first, parse("dp2,ep2"))}
+    assert found["error"] == "1 at [0], allowed 0: must be exactly equal"
+    assert found["how"].startswith("so few that a token may have chosen between two experts whose probabilities")
+
+    def many(counted, rank):
+        counted["blocks.1.mlp"][0] += 5
+
+    verdict = judge(EXPERTS, routed(run(2), many))
+    found = {hint.label: hint.text for hint in hints(verdict.first, parse("dp2,ep2"))}
+    assert found["how"].endswith("other factors elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [(4, "choices"), (5, "choices"), (6, "choices"), (7, "router entropy"), (8, "balance loss"), (9, "z-loss")],
+)
+def test_every_number_of_a_layer_is_compared_and_ranks_must_report_it_alike(place, what):
+    def on_all(counted, rank):
+        counted["blocks.0.mlp"][place] += 1e-6
+
+    verdict = judge(EXPERTS, routed(run(2), on_all))
+    assert verdict.first.what == f"{what} of blocks.0.mlp"
+
+    def on_one(counted, rank):
+        counted["blocks.0.mlp"][place] *= 1 + rank * 2.0**-52
+        counted["blocks.0.mlp"][place] += rank * 1e-300
+
+    verdict = judge(EXPERTS, routed(run(2), on_one))
+    assert verdict.first.what == "choices of blocks.0.mlp"
+    assert verdict.first.problem == "ranks 0 and 1 report other numbers"
+
+
+def test_a_sum_of_losses_may_differ_by_rounding():
+    def rounded(counted, rank):
+        for numbers in counted.values():
+            numbers[-3:] = [x * (1 + 1e-14) for x in numbers[-3:]]
+
+    assert judge(EXPERTS, routed(run(2), rounded)).ok
+
+
+def test_a_layer_that_one_side_counts_nothing_of_is_found():
+    def without(counted, rank):
+        counted.pop("blocks.1.mlp")
+
+    assert judge(EXPERTS, routed(run(2), without)).first.what == "choices of blocks.1.mlp"
+    assert judge(EXPERTS, run(2)).first.what == "choices of blocks.0.mlp"
+    assert judge(ALONE, routed(run(2))).first.problem == "one rank alone has counted none of it, or other numbers"
+
+
+def test_rows_must_be_exactly_equal():
+    ranks = routed(run(2))
+    for records in ranks:
+        records[1].facts["rows"] = 9
+    assert judge(EXPERTS, ranks).first.what == "rows"
+
+
 # ------------------------------------------------------------------------------------------------------------- hints
 
 
@@ -461,6 +566,24 @@ def test_a_schedule_is_the_suspect_where_its_axis_is_equal_without_it():
     assert said(times(2, 1), "pp2,zb-h1", [("pp2", "differs")])["suspect"] == "pp"
     parts = [("pp2", "equal"), ("pp2,zb-h1", "differs"), ("dp2", "equal")]
     assert said(times(2, 2), "pp2,dp2,zb-h1", parts)["suspect"] == "pp2,zb-h1"
+
+
+def test_experts_are_the_suspect_where_dp_is_equal_without_them():
+    assert said(times(2), "dp2,ep2")["how"].endswith("doubled over an axis of size 2 (dp or ep)")
+    assert said(times(2), "dp2,ep2", [("dp2", "equal")])["suspect"] == "ep"
+    assert said(times(2), "dp4,ep2", [("dp4", "equal"), ("dp2,ep2", "differs")])["suspect"] == "ep"
+    assert said(times(2), "dp4,ep2", [("dp4", "differs"), ("dp2,ep2", "differs")])["suspect"] == "dp"
+    assert said(times(2), "dp4,ep2", [("dp4", "equal"), ("dp2,ep2", "equal")])["suspect"].startswith(
+        "dp and ep together"
+    )
+    parts = [("dp2", "equal"), ("dp2,ep2", "equal"), ("tp2", "differs")]
+    assert said(times(2), "dp2,ep2,tp2", parts)["suspect"] == "tp"
+
+
+def test_what_is_left_of_dp_beside_experts_is_counted_as_well():
+    assert said(times(2), "dp4,ep2")["how"].endswith("doubled over an axis of size 2 (ep or edp)")
+    assert said(times(3), "dp6,ep2")["how"].endswith("over an axis of size 3 (edp)")
+    assert said(times(8), "dp4,ep2")["how"] == "8 times the value everywhere"
 
 
 def test_a_norm_in_which_everything_is_counted_twice_is_the_root_of_two():

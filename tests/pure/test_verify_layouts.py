@@ -7,7 +7,8 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.verify.layouts import AXES, WAYS, Layout, all_layouts, parse
+from mpitrain.verify.every import all_layouts
+from mpitrain.verify.layouts import AXES, PART_OF, WAYS, Layout, parse
 
 FLUSH = [name for name, kind in SCHEDULES.items() if kind.versions is None]
 
@@ -66,6 +67,10 @@ def test_an_axis_of_one_rank_is_passed_on_but_has_no_size():
         ("pp2,v2", "v2 counts stages a rank of interleaved: name it, too"),
         ("pp2,gpipe,s2", "s2 counts slices a sequence of terapipe: name it, too"),
         ("pp2,interleaved,v2,v3", "v stands twice"),
+        ("ep2", "ep2 is a part of dp, whose size it does not divide: dp1.  Say dp2,ep2."),
+        ("dp3,ep2", "ep2 is a part of dp, whose size it does not divide: dp3"),
+        ("dp2,ep4", "ep4 is a part of dp, whose size it does not divide: dp2"),
+        ("dp4,ep2,ep4", "ep stands twice"),
         ("dp2,sp", "sp is a way of tp, of which this layout names no size: tp2"),
         ("tp2,zb-h1", "zb-h1 is a way of pp, of which this layout names no size: pp2"),
         ("pp2,interleaved,v0", "there are from 1 to 1024 stages a rank"),
@@ -81,10 +86,11 @@ def test_a_wrong_layout_is_refused(text, said):
 
 def test_an_unknown_word_is_answered_with_the_list_of_words():
     words = (
-        r"(?s)ppN dpN cpN tpN .*gpipe \| 1f1b .*sp \(sequence parallelism, of tp\); ring \| ulysses \| rsa .*vN .*sN"
+        r"(?s)ppN dpN cpN tpN .*, epN \(N of the ranks of dp\);.*gpipe \| 1f1b .*sp \(sequence parallelism, of tp\);"
+        r" overlap \(.*, of ep\); ring \| ulysses \| rsa .*vN .*sN"
     )
     with pytest.raises(ConfigError, match=words):
-        parse("ep2")
+        parse("xp2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
@@ -92,7 +98,7 @@ def test_all_layouts_are_every_factorisation_once_with_every_way_of_its_axes(ran
     every = list(all_layouts(ranks))
     assert all(layout.ranks == ranks for layout in every)
     assert len(set(every)) == len(every)
-    layouts = [layout for layout in every if not {"full", "none"}.intersection(layout.ways)]
+    layouts = [layout for layout in every if is_plain(layout)]
     assert every[: len(layouts)] == layouts
     if ranks == 1:
         return
@@ -109,6 +115,35 @@ def test_all_layouts_are_every_factorisation_once_with_every_way_of_its_axes(ran
     assert len(layouts) == expected
 
 
+def is_plain(layout):
+    return not layout.spreads_experts and not {"full", "none"}.intersection(layout.ways)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_a_few_layouts_of_all_spread_experts_over_dp_and_over_a_part_of_it_beside_everything(ranks):
+    layouts = list(all_layouts(ranks))
+    spread = [layout for layout in layouts if layout.spreads_experts and is_plain(replace_ep(layout))]
+    assert all(layout.sizes["dp"] % layout.sizes["ep"] == 0 for layout in spread)
+    assert all(replace_ep(layout) in layouts for layout in spread)
+    everything = {name for layout in map(replace_ep, spread) for name in (*layout.sizes, *layout.ways)}
+    assert everything >= {"dp"} if ranks in (2, 3) else everything == {*AXES, *WAYS} - UNFIT - {"ep"}
+    wholes = {layout.sizes["dp"] == layout.sizes["ep"] for layout in spread}
+    assert wholes == ({True} if ranks in (2, 3) else {True, False})
+    assert {"overlap" in layout.ways for layout in spread} == ({False} if ranks in (2, 3) else {True, False})
+    assert ranks < 8 or len(spread) < len(layouts) / 9
+
+
+UNFIT = {"terapipe", "pipedream", "pipedream-2bw", "full", "none", "overlap"}
+"""Where experts do not go: sequences that come in slices, weights that are late; what the model does anywhere, and what
+only they do."""
+
+
+def replace_ep(layout):
+    """The layout without its experts' axis."""
+    ways = tuple(way for way in layout.ways if WAYS[way].axis != "ep")
+    return Layout(tuple(pair for pair in layout.axes if pair[0] != "ep"), ways, layout.counts)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_few_layouts_of_all_make_blocks_again_or_keep_scores_and_show_it_beside_everything(ranks):
     layouts = list(all_layouts(ranks))
@@ -118,6 +153,7 @@ def test_a_few_layouts_of_all_make_blocks_again_or_keep_scores_and_show_it_besid
         everything = {name for layout in layouts for name in (*layout.sizes, *layout.ways)} - {"full", "none"} - unfit
         found = set().union(*beside)
         assert found == everything if ranks > 3 else found >= everything.intersection(AXES)
+        assert 1 <= sum(layout.spreads_experts for layout in some) <= 2
         assert len(some) <= len(everything)
     extra = sum(bool({"full", "none"}.intersection(layout.ways)) for layout in layouts)
     assert extra < len(layouts) / 2
@@ -130,6 +166,17 @@ def test_a_word_may_be_a_way_of_the_model_on_any_ranks():
     assert layout.flags[-4:] == ("--schedule", "zb-h1", "--recompute", "full")
     assert (parse("full").ranks, parse("full").flags) == (1, ("--recompute", "full"))
     assert parse("tp1,dp2,none").simple == parse("dp2,none")
+
+
+def test_experts_are_spread_over_a_part_of_dp_and_add_no_ranks():
+    layout = parse("tp2,ep2,dp4,sp")
+    assert str(layout) == "dp4,ep2,tp2,sp"
+    assert layout.flags == ("--dp", "4", "--ep", "2", "--tp", "2", "--sequence-parallel")
+    assert layout.ranks == 8
+    assert layout.spreads_experts
+    assert not parse("dp4,ep1").spreads_experts
+    assert parse("dp4,ep1").simple == parse("dp4")
+    assert {whole in AXES and axis in AXES for axis, whole in PART_OF.items()} == {True}
 
 
 def test_what_changes_the_mathematics_is_in_no_list_of_all_but_has_a_word():
@@ -151,6 +198,12 @@ def test_every_layout_of_all_can_be_given_by_name():
         ("tp2,sp", ["tp2"]),
         ("dp2,tp2", ["dp2", "tp2"]),
         ("dp2,cp2,tp2,sp,rsa", ["dp2", "cp2,rsa", "tp2", "tp2,sp"]),
+        ("dp2,ep2", ["dp2"]),
+        ("dp4,ep2", ["dp4", "dp2,ep2"]),
+        ("dp4,ep4", ["dp4"]),
+        ("dp2,ep2,overlap", ["dp2", "dp2,ep2"]),
+        ("dp4,ep2,tp2,overlap", ["dp4", "dp2,ep2", "dp2,ep2,overlap", "tp2"]),
+        ("dp4,ep2,cp2,rsa", ["dp4", "dp2,ep2", "cp2,rsa"]),
         ("pp2", []),
         ("pp2,gpipe", ["pp2"]),
         ("pp2,tp2,interleaved,v3", ["pp2", "pp2,interleaved,v3", "tp2"]),

@@ -10,6 +10,7 @@
     residual     dropout residual residual_norm
     attention    attention
     slices       slice_attention
+    experts      gates take_rows permute_rows grouped_matmul combine jitter
 
 Every one broadcasts as NumPy does, works in float64, float32, float16 and bfloat16, and gives each input a gradient of
 exactly its shape and dtype.  Of halves the formulas, sums and products are worked out in float32 and rounded once.
@@ -22,6 +23,7 @@ from typing import Any
 from mpitrain.autograd.ops.arithmetic import add, div, maximum, minimum, mul, pow, sub, where
 from mpitrain.autograd.ops.attention import attention
 from mpitrain.autograd.ops.elementwise import abs, clip, cos, erf, exp, log, neg, relu, sigmoid, sin, sqrt, tanh
+from mpitrain.autograd.ops.experts import combine, gates, grouped_matmul, jitter, permute_rows, take_rows
 from mpitrain.autograd.ops.fused import IGNORE, gelu_erf, gelu_tanh, layer_norm, linear, softmax_cross_entropy
 from mpitrain.autograd.ops.index import gather_along, getitem, take
 from mpitrain.autograd.ops.linalg import matmul
@@ -51,6 +53,7 @@ __all__ = [
     "broadcast_to",
     "cast",
     "clip",
+    "combine",
     "concat",
     "cos",
     "div",
@@ -58,10 +61,13 @@ __all__ = [
     "erf",
     "exp",
     "expand",
+    "gates",
     "gather_along",
     "gelu_erf",
     "gelu_tanh",
     "getitem",
+    "grouped_matmul",
+    "jitter",
     "layer_norm",
     "linear",
     "log",
@@ -76,6 +82,7 @@ __all__ = [
     "mul",
     "neg",
     "pad",
+    "permute_rows",
     "pow",
     "relu",
     "reshape",
@@ -94,6 +101,7 @@ __all__ = [
     "sum",
     "swap",
     "take",
+    "take_rows",
     "tanh",
     "transpose",
     "var",

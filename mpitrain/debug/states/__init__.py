@@ -1,7 +1,9 @@
 """States of values across ranks, checked by rule while a program runs.
 
     checker.py   the listener: follows each value from op to op, and says at which line a message is missing or doubled
-    rules.py     what each op does to a state: the table
+    rules.py     what ops do to a state
+    routed.py    what they do to the states of rows that go to experts
+    table.py     which op has which rule
     mixing.py    how the states of several values meet in one op
     arrows.py    what a message takes and gives
     advice.py    what to change: where a value got its state, or where it meets another

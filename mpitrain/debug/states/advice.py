@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mpitrain.autograd.ops.experts import GroupedMatmul
 from mpitrain.autograd.ops.fused import Linear
 from mpitrain.autograd.ops.index import GatherAlong, Take
 from mpitrain.autograd.ops.linalg import Matmul
@@ -81,11 +82,12 @@ def sources(wrong: Mismatch, call: Call, known: Sequence[Known | None], axis: st
 
 
 def _is_product(call: Call) -> bool:
-    return issubclass(call.function, (Linear, Matmul))
+    return issubclass(call.function, (Linear, Matmul, GroupedMatmul))
 
 
 def _is_weight(call: Call, i: int) -> bool:
-    return i == 1 and bool(call.parameter(i)) and call.ndim(i) == 2 and _is_product(call)
+    ndim = 3 if issubclass(call.function, GroupedMatmul) else 2
+    return i == 1 and bool(call.parameter(i)) and call.ndim(i) == ndim and _is_product(call)
 
 
 def no_copy(call: Call, i: int, j: int, other: State) -> tuple[str, list[tuple[int, State]]]:
@@ -105,7 +107,7 @@ def no_copy(call: Call, i: int, j: int, other: State) -> tuple[str, list[tuple[i
     if name:
         if _is_weight(call, i) and other != PARTIAL:
             behind = "" if other == REPLICATE else " behind an all_gather"
-            columns = f"Shard(1){behind} if each rank shall hold its columns"
+            columns = f"Shard({call.ndim(i) - 1}){behind} if each rank shall hold its columns"
             whole = "Replicate if each uses the whole for its own tokens"
             return f"{_spec(call, i, INVARIANT)}: {columns}, {whole}", fits
         dim = -1 if other.dim is None else other.dim - _ndim(call) + call.ndim(i)
@@ -133,7 +135,7 @@ def _ndim(call: Call) -> int:
 def half_product(call: Call, i: int, state: State, other: State, needed: State) -> tuple[str, str]:
     """A product sums over a dim of input i that is cut; the other one is `other`, and would have to be `needed`."""
     if _is_weight(call, i):
-        cuts = "cuts the rows that are summed over: Shard(1) cuts its columns"
+        cuts = f"cuts the rows that are summed over: Shard({call.ndim(i) - 1}) cuts its columns"
         return (
             f"{_spec(call, i, state)}, which {cuts}",
             f"the other must be {needed}, or an all_gather of it is missing",

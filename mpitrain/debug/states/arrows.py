@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.autograd.function import Function
-from mpitrain.collectives import Arrow
-from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state
+from mpitrain.collectives import AllToAll, Arrow
+from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state, is_sent, sent
+from mpitrain.parallel.expert.overlap import Arrive
 from mpitrain.spec import ATOMIC_AXES, INVARIANT, MERGED_AXES, PARTIAL, REPLICATE, Shard, State
 
 
@@ -29,11 +30,18 @@ def follow(function: type[Arrow], call: Call, states: States) -> State:
     ndim = call.ndim(0)
     start, end = (side if side.dim is None else Shard(side.dim % ndim) for side in function.states(**call.static))
     state = states[0]
+    if issubclass(function, (AllToAll, Arrive)) and start == end:
+        start, end = (sent(start), start) if is_sent(state) else (start, sent(start))  # slices change places, and back
     if state is not None and state != start:
         way = _way(call.title, start, state) if function.like is None else f"it takes {a_state(start)} one"
         raise Mismatch(f"{call.title} of {a_state(state)} value", way, fits=[(0, start)])
     for i, other in enumerate(states[1:], start=1):
-        if other is not None and (other == PARTIAL or other.dim is not None):
+        if function.alike:
+            if other is not None and other != start:
+                raise Mismatch(
+                    f"{call.title} with {a_state(other)} value as input {i}", _way(call.title, start, other), i
+                )
+        elif other is not None and (other == PARTIAL or other.dim is not None):
             way = "every rank needs the whole of it: an all_gather or all_reduce is missing before it"
             raise Mismatch(f"{call.title} with {a_state(other)} value as input {i}", way, i)
     return end
@@ -42,6 +50,8 @@ def follow(function: type[Arrow], call: Call, states: States) -> State:
 def _way(title: str, start: State, state: State) -> str:
     """Which message is missing or doubled where an arrow from `start` meets a value in `state`."""
     doubled = f"this {title} is doubled: "
+    if is_sent(state) and state.dim == start.dim:
+        return "its slices are where an all_to_all has brought them: one back is missing before it"
     if start == PARTIAL:
         if state == INVARIANT:
             return doubled + "the value is summed already"

@@ -27,7 +27,7 @@ from mpitrain.debug.states import arrows, report
 from mpitrain.debug.states.digests import Digests, digest
 from mpitrain.debug.states.known import BatchArrays, Known, Place, of_parameter, outside
 from mpitrain.debug.states.mixing import Call, Mismatch
-from mpitrain.debug.states.rules import PICKS, VIEWS, check_shape, rule_of
+from mpitrain.debug.states.table import PICKS, VIEWS, check_shape, rule_of
 from mpitrain.events import Event, tell
 from mpitrain.nn.module import Boundary
 from mpitrain.nn.parameter import Parameter
@@ -47,9 +47,9 @@ class StateChecker:
 
     With an executor nothing else is needed: its F begins a forward pass, whose micro-batch is Shard(0) on the data
     axes, Shard(1) on cp and Invariant on tp, and whose inputs from another stage are as the model's boundary says.
-    Where F ends, the loss leaves, or what goes to the next stage, which must be as its boundary says.  Ops outside of
-    F, B and W (evaluation, sampling) are not looked at.  A program of its own calls `start`, `finish` and `confirm`
-    itself.
+    Where F ends, losses leave, or what goes to the next stage, which must be as its boundary says.  Ops outside of F, B
+    and W (evaluation, sampling) are not looked at.  A program of its own calls `start`, `finish`, `add_loss` and
+    `confirm` itself.
 
     Args:
         parameters: of the model; their specs say their states.
@@ -152,6 +152,27 @@ class StateChecker:
             if (INVARIANT if axis == "tp" else PARTIAL) not in found:
                 raise report.loss_error(known, axis, self._names[axis])
 
+    def add_loss(self, name: str, loss: Tensor) -> None:
+        """A loss besides leaves: what this rank's own tokens add to it.
+
+        So it is Partial on axes over which tokens are divided; on tp as well where the stream is cut there, else all
+        ranks hold it, Invariant.
+
+        Args:
+            name: of the part of the model that added it.
+            loss: the sum over the rows that are here.
+
+        Raises:
+            StateError: it is in another state.
+        """
+        known = self._known.get(loss)
+        if known is None:
+            return
+        for axis, found in known.states.items():
+            is_summed = known.made is not None and known.made.op == "all_reduce" and axis == "tp"
+            if PARTIAL not in found and (axis != "tp" or INVARIANT not in found or is_summed):
+                raise report.auxiliary_error(name, known, axis, self._names[axis])
+
     def confirm(self) -> None:
         """Have the ranks of each axis compare what they should hold alike; collective over each axis.
 
@@ -193,7 +214,10 @@ class StateChecker:
         self._watches = False
         if kind == "F" and info["output"] is not None:
             self.finish(info["output"])
-        elif kind == "F" and info["outputs"]:
+        if kind == "F":
+            for name, loss, _ in info["auxiliary"]:
+                self.add_loss(name, loss)
+        if kind == "F" and info["outputs"] and info["output"] is None:
             self.leave_stage(stage, info["outputs"], info["executor"].model.boundary(stage + 1, info["batch"]))
         self.confirm()
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.autograd.lazy import Lazy, Product, RowSum
+from mpitrain.autograd.lazy import GroupedProduct, Lazy, Product, RowSum
 from mpitrain.backend import to_host
 from mpitrain.comm.communicator import Communicator
 
@@ -25,6 +25,8 @@ def digest(value: Any, start: int = 0) -> int:
     """
     if isinstance(value, Product):
         return digest(value.b, digest(value.a, start))
+    if isinstance(value, GroupedProduct):
+        return digest(value.b, digest(value.a, digest(np.asarray(value.counts, np.int64), start)))
     if isinstance(value, RowSum):
         return digest(value.rows, digest(value.ids, start))
     array = np.ascontiguousarray(to_host(value.array() if isinstance(value, Lazy) else value))

@@ -3,7 +3,7 @@
     equal states                       pass
     Shard(d) and Replicate             Shard(d): each rank uses its copy for its slice
     Invariant and another              an error: one value that counts once, and values that do not
-    Shard(d) and Shard(e)              an error
+    Shard(d) and Shard(e)              an error; so is Shard(d) and Sent(d), see `sent`
     Partial                            passes a linear op, and only that; see `_summands`
 
 A value whose state on the axis is not known (a constant that no batch brought: a mask, random numbers) takes that of
@@ -19,7 +19,7 @@ from mpitrain.autograd.function import Function
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import to_host
 from mpitrain.debug.states import advice
-from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard, State
+from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, State
 
 States = Sequence[State | None]
 """The state of each input on one axis; None: not known."""
@@ -105,6 +105,25 @@ class Call:
     def parameter(self, i: int) -> str:
         """The name of an input that is a Parameter, else ''."""
         return getattr(self.inputs[i], "name", "") if getattr(self.inputs[i], "is_parameter", False) else ""
+
+
+def sent(state: State) -> State:
+    """Shard(d) behind an all_to_all that makes its slices change places: Sent(d).
+
+    Each rank then has of all ranks what they sent to it: rows of tokens that are with their experts.  It is cut still,
+    but no longer as what stayed where it was; the same all_to_all again brings the slices back.
+    """
+    return State("Sent", state.dim)
+
+
+def is_sent(state: State | None) -> bool:
+    """Whether slices are where an all_to_all has brought them."""
+    return state is not None and state.name == "Sent"
+
+
+def at(state: State, dim: int) -> State:
+    """The same state of a value whose dim that is cut is another one."""
+    return State(state.name, dim)
 
 
 def a_state(state: State) -> str:
@@ -208,6 +227,6 @@ def aligned(call: Call, values: Iterable[tuple[int, State | None]]) -> list[tupl
                 raise Mismatch(
                     f"{call.title} repeats dim {state.dim} of a {state} value", "an all_gather is missing before it", i
                 )
-            state = Shard(dim)
+            state = at(state, dim)
         found.append((i, state))
     return found

@@ -67,6 +67,33 @@ def _way_of_loss(state: State, axis: str) -> str:
     return "the sum over its elements is missing"
 
 
+def auxiliary_error(name: str, known: Known, axis: str, said: str) -> StateError:
+    """A loss besides, in another state than the one in which the executor seeds it.
+
+    Args:
+        name: of the part of the model that added it.
+        known: what is known of the loss.
+        axis: on which axis.
+        said: what people call that axis.
+    """
+    state = known.states[axis][0]
+    site = "?" if known.made is None else known.made.site
+    wanted = "Partial, the sum over this rank's tokens" + (", or Invariant where all hold them" if axis == "tp" else "")
+    return StateError(
+        f"at {site}: an auxiliary loss of {name} is {state} over {said} where it leaves, but must be {wanted}; "
+        f"{_way_of_auxiliary(state, axis)} (from {known.origins[axis]})"
+    )
+
+
+def _way_of_auxiliary(state: State, axis: str) -> str:
+    if state == INVARIANT:
+        return "this all_reduce is doubled: each rank adds what its own tokens say"
+    if state == REPLICATE:
+        before = "copy or all_gather" if axis == "tp" else "sum"
+        return f"every rank would add all of it: it is meant of the value before that {before}"
+    return "the sum over its elements is missing"
+
+
 def boundary_error(known: Known, stage: int, wanted: State, axis: str, name: str) -> StateError:
     """What a stage hands on, in another state than that in which the next one takes it."""
     state = known.states[axis][0]

@@ -1,30 +1,22 @@
-"""What each op does to the state of a value, on one axis of ranks: a table from Function to rule.
+"""What ops do to the state of a value, on one axis of ranks.
 
 A rule looks at the states of the inputs and gives that of the outputs, or says what is wrong:
 
     rule(call, states) -> State | None
 
-An op that is not in the table works element by element, with NumPy's broadcasting.  Rules are the same on every axis.
+Rules are the same on every axis.  Which op has which stands in table.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from mpitrain import collectives
-from mpitrain.autograd.function import Function
-from mpitrain.autograd.ops import fused, index, linalg, reduce, shape
-from mpitrain.autograd.ops.attention import Attention
-from mpitrain.autograd.ops.residual import Dropout, Residual, ResidualNorm
-from mpitrain.autograd.ops.slices import SliceAttention
+from mpitrain.autograd.ops import reduce
 from mpitrain.debug.states import advice
-from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state, aligned, mix
+from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state, aligned, at, mix
 from mpitrain.spec import PARTIAL, Shard, State
 
 Outcome = State | None | tuple[State, ...]
@@ -65,8 +57,7 @@ def contract(call: Call, states: States, summed: tuple[int, int], place: Callabl
         what = f"{call.title} sums over dim {summed[i]} of a {states[i]} value, which is cut, with {a_state(other)} one"
         way, other_way = advice.half_product(call, i, Shard(summed[i]), other, Shard(summed[1 - i]))
         raise Mismatch(what, way, i, 1 - i, other_way=other_way)
-    moved = [(i, _moved(states[i], partial(place, i))) for i in (0, 1)]
-    return mix(call, moved)
+    return mix(call, [(i, moved(states[i], partial(place, i))) for i in (0, 1)])
 
 
 def linear(call: Call, states: States) -> Outcome:
@@ -100,7 +91,8 @@ def matmul(call: Call, states: States) -> Outcome:
 # ----------------------------------------------------------------------------------------- ops that mix along some dims
 
 
-def _mixes(call: Call, state: State) -> Mismatch:
+def mixes(call: Call, state: State) -> Mismatch:
+    """The error of an op that mixes the elements along a dim that is cut."""
     return Mismatch(f"{call.title} along dim {state.dim} of a {state} value", "an all_gather is missing before it")
 
 
@@ -109,21 +101,22 @@ def along(dim_of: Callable[[Call], int]) -> Rule:
 
     def rule(call: Call, states: States) -> Outcome:
         if states[0] is not None and states[0].dim == dim_of(call):
-            raise _mixes(call, states[0])
+            raise mixes(call, states[0])
         return mix(call, aligned(call, enumerate(states)))
 
     return rule
 
 
-def _last(call: Call) -> int:
+def last(call: Call) -> int:
+    """The last dim of input 0."""
     return call.ndim(0) - 1
 
 
 def residual_norm(call: Call, states: States) -> Outcome:
     """x + dropout(y + bias), and its norm: inputs x, y, bias, rows, weight, bias of the norm."""
     total = mix(call, aligned(call, [(i, states[i]) for i in (0, 1, 2)]))
-    if total is not None and total.dim == _last(call):
-        raise _mixes(call, total)
+    if total is not None and total.dim == last(call):
+        raise mixes(call, total)
     return mix(call, [(0, total), *aligned(call, [(0, None), (4, states[4]), (5, states[5])])])
 
 
@@ -150,7 +143,7 @@ def slice_attention(call: Call, states: States) -> Outcome:
 
 def cross_entropy(call: Call, states: States) -> Outcome:
     """The sum over all rows of logits (..., v) and targets (...)."""
-    if states[0] is not None and states[0].dim == _last(call):
+    if states[0] is not None and states[0].dim == last(call):
         way = "the loss over a cut vocabulary is missing (parallel.vocabulary.cross_entropy), or a gather before it"
         raise Mismatch(f"{call.title} over the classes of a {states[0]} value", way)
     return _summed(mix(call, [(0, states[0]), (1, states[1])]))
@@ -167,13 +160,13 @@ def reduction(call: Call, states: States) -> Outcome:
         return state
     dims = call.static["dims"]
     if state.dim not in dims:
-        return state if call.static["keepdims"] else Shard(state.dim - sum(dim < state.dim for dim in dims))
+        return state if call.static["keepdims"] else at(state, state.dim - sum(dim < state.dim for dim in dims))
     if issubclass(call.function, reduce.Sum):
         return PARTIAL
     if issubclass(call.function, reduce.Mean):
         way = "the mean of a part is not a part of the mean: take the sum, and divide by the length of the whole"
         raise Mismatch(f"{call.title} over dim {state.dim} of a {state} value", way)
-    raise _mixes(call, state)
+    raise mixes(call, state)
 
 
 # ------------------------------------------------------------------------------------------------------- where dims go
@@ -193,7 +186,7 @@ def reshape(call: Call, states: States) -> Outcome:
     if not fits:
         way = "its slices would not be slices of the result: an all_gather is missing before it, or a transpose"
         raise Mismatch(f"{call.title} of a {state} value to {len(new)} dims", way)
-    return tuple(Shard(dim) for dim in fits)
+    return tuple(at(state, dim) for dim in fits)
 
 
 def concat(call: Call, states: States) -> Outcome:
@@ -203,11 +196,12 @@ def concat(call: Call, states: States) -> Outcome:
 
 def transpose(call: Call, states: States) -> Outcome:
     """Dims in another order."""
-    return _moved(mix(call, [(0, states[0])]), call.static["dims"].index)
+    return moved(mix(call, [(0, states[0])]), call.static["dims"].index)
 
 
-def _moved(state: State | None, place: Callable[[int], int]) -> State | None:
-    return state if state is None or state.dim is None else Shard(place(state.dim))
+def moved(state: State | None, place: Callable[[int], int]) -> State | None:
+    """The state where dims have moved: `place` of an old one is its new one."""
+    return state if state is None or state.dim is None else at(state, place(state.dim))
 
 
 def broadcast_to(call: Call, states: States) -> Outcome:
@@ -218,7 +212,7 @@ def broadcast_to(call: Call, states: States) -> Outcome:
     if state is not None and state.dim is not None and old[state.dim] != new[state.dim + extra]:
         way = "an all_gather is missing before it"
         raise Mismatch(f"{call.title} repeats dim {state.dim} of a {state} value", way)
-    return _moved(state, lambda dim: dim + extra)
+    return moved(state, lambda dim: dim + extra)
 
 
 def pad(call: Call, states: States) -> Outcome:
@@ -229,14 +223,14 @@ def pad(call: Call, states: States) -> Outcome:
         way = "every rank would add it: an all_reduce or reduce_scatter is missing before it"
         raise Mismatch(f"{call.title} with {value} of a Partial value", way)
     if state is not None and state.dim is not None and any(widths[state.dim]):
-        raise _mixes(call, state)
+        raise mixes(call, state)
     return state
 
 
 def getitem(call: Call, states: States) -> Outcome:
     """Basic indexing: the dim that is cut must be taken whole."""
     state = mix(call, [(0, states[0])])
-    return state if state is None or state.dim is None else Shard(_indexed(call, state))
+    return state if state is None or state.dim is None else at(state, _indexed(call, state))
 
 
 def _indexed(call: Call, state: State) -> int:
@@ -274,84 +268,16 @@ def take(call: Call, states: States) -> Outcome:
     if table is not None and table.dim == dim:
         way = "a lookup over the axis is missing (parallel.vocabulary.VocabularyEmbedding), or an all_gather before it"
         raise Mismatch(f"{call.title} by number along dim {dim} of a {table} value", way)
-    return mix(call, [(0, _moved(table, lambda d: d if d < dim else d + more)), (1, _moved(ids, lambda d: dim + d))])
+    return mix(call, [(0, moved(table, lambda d: d if d < dim else d + more)), (1, moved(ids, lambda d: dim + d))])
 
 
 def gather_along(call: Call, states: States) -> Outcome:
     """One element of input 0 for each number in input 1, along a dim."""
     if states[0] == Shard(call.static["dim"]):
-        raise _mixes(call, states[0])
+        raise mixes(call, states[0])
     return mix(call, [(0, states[0]), (1, states[1])])
 
 
 def statistic(call: Call, states: States) -> Outcome:
     """A constant from messages."""
     return None
-
-
-RULES: Mapping[type[Function], Rule] = MappingProxyType(
-    {
-        linalg.Matmul: matmul,
-        fused.Linear: linear,
-        fused.LayerNorm: along(_last),
-        Attention: attention,
-        SliceAttention: slice_attention,
-        fused.SoftmaxCrossEntropy: cross_entropy,
-        Dropout: first,
-        Residual: residual,
-        ResidualNorm: residual_norm,
-        reduce.Sum: reduction,
-        reduce.Mean: reduction,
-        reduce.Max: reduction,
-        reduce.Logsumexp: reduction,
-        reduce.Var: reduction,
-        reduce.Softmax: along(lambda call: call.static["dim"]),
-        reduce.LogSoftmax: along(lambda call: call.static["dim"]),
-        shape.Reshape: reshape,
-        shape.Transpose: transpose,
-        shape.BroadcastTo: broadcast_to,
-        shape.Concat: concat,
-        shape.Split: first,
-        shape.Pad: pad,
-        index.Getitem: getitem,
-        index.Take: take,
-        index.GatherAlong: gather_along,
-        collectives.MaxOver: statistic,
-    }
-)
-"""Rules by Function; a subclass has that of its base."""
-
-PICKS = (index.Getitem, index.Take, index.GatherAlong)
-"""Ops whose index may be another on every rank: of a Replicate value each may pick a part of its own."""
-
-VIEWS = (shape.Reshape, shape.Transpose, collectives.Copy)
-"""Ops whose value is that of their input, which has a digest already."""
-
-
-def rule_of(function: type[Function]) -> Rule:
-    """The rule of a Function, or of the first of its bases that has one."""
-    return next((RULES[base] for base in function.__mro__ if base in RULES), elementwise)
-
-
-def check_shape(call: Call, states: States, shapes: Iterable[tuple[int, ...]]) -> None:
-    """Refuse a cut value in an op that has no rule and does not work element by element.
-
-    Args:
-        call: an op.
-        states: of its inputs.
-        shapes: of its outputs.
-
-    Raises:
-        Mismatch: nobody knows what becomes of the slices.
-    """
-    cut = [(i, state) for i, state in enumerate(states) if state is not None and state.dim is not None]
-    if not cut or rule_of(call.function) is not elementwise:
-        return
-    try:
-        expected = np.broadcast_shapes(*(call.shape(i) for i in range(len(call.inputs))))
-    except ValueError:
-        expected = None
-    if any(shape != expected for shape in shapes):
-        way = "name an op with the same rules in its `like`, or gather the value before it"
-        i, state = cut[0]
-        raise Mismatch(f"{call.title}, whose rules are not known, of {a_state(state)} value", way, i)

@@ -354,6 +354,88 @@ static void cross_entropy_backward(double grad, const void *logits_, const int64
     }
 }
 
+/* --------------------------------------------------------------------------------------------------------- experts */
+
+/* Row `at` of an array that is read; of halves its numbers, in spare row `which`. */
+static inline const REAL *picked(const mt_rows *kind, const void *x, len at, int which, len width) {
+    if (!kind->widen) return (const REAL *)x + at * width;
+    float *spare = kind->spare + which * width;
+    kind->widen((const uint16_t *)x + at * width, spare, width);
+    return (const REAL *)(void *)spare; /* halves come to the table of floats only */
+}
+
+static void scaled_row(const REAL *RESTRICT x, REAL scale, REAL *RESTRICT y, len width) {
+    for (len j = 0; j < width; j++) y[j] = scale * x[j];
+}
+
+/* With one rounding where there is an instruction for it, said outright as in plus_dropped. */
+static void add_scaled_row(const REAL *RESTRICT x, REAL scale, REAL *RESTRICT y, len width) {
+    for (len j = 0; j < width; j++) y[j] = MT_MULADD(scale, x[j], y[j]);
+}
+
+static REAL dot_row(const REAL *RESTRICT x, const REAL *RESTRICT y, len width) {
+    REAL lane[LANES] = {0};
+    const len whole = width - width % LANES;
+    for (len j = 0; j < whole; j += LANES)
+        for (int l = 0; l < LANES; l++) lane[l] += x[j + l] * y[j + l];
+    for (len j = whole; j < width; j++) lane[j - whole] += x[j] * y[j];
+    return lanes_sum(lane);
+}
+
+/* y[i] = sum over j of gates[i, j] out[places[i, j]]; a place below 0 adds nothing. */
+static void combine(mt_rows kind, const void *out, const void *gates_, const int64_t *places, void *y_, len rows,
+                    len choices, len width) {
+    const REAL *gates = gates_;
+    for (len i = 0; i < rows; i++, gates += choices, places += choices) {
+        REAL *y = kind.widen ? (REAL *)(void *)(kind.spare + width) : (REAL *)y_ + i * width;
+        int terms = 0;
+        for (len j = 0; j < choices; j++) {
+            if (places[j] < 0) continue;
+            const REAL *row = picked(&kind, out, places[j], 0, width);
+            if (terms++)
+                add_scaled_row(row, gates[j], y, width);
+            else
+                scaled_row(row, gates[j], y, width);
+        }
+        if (!terms)
+            for (len j = 0; j < width; j++) y[j] = REAL_C(0.0);
+        if (kind.widen) kind.narrow(kind.spare + width, (uint16_t *)y_ + i * width, width);
+    }
+}
+
+/* d_out[places[i, j]] = gates[i, j] grad[i], other rows are left as they are; d_gates[i, j] = <grad[i], out[...]>. */
+static void combine_backward(mt_rows kind, const void *grad_, const void *out, const void *gates_,
+                             const int64_t *places, void *d_out, void *d_gates_, len rows, len choices, len width) {
+    const REAL *gates = gates_;
+    REAL *d_gates = d_gates_;
+    for (len i = 0; i < rows; i++, gates += choices, d_gates += choices, places += choices) {
+        const REAL *grad = picked(&kind, grad_, i, 0, width);
+        for (len j = 0; j < choices; j++) {
+            const len place = (len)places[j];
+            if (place < 0) {
+                d_gates[j] = REAL_C(0.0);
+                continue;
+            }
+            d_gates[j] = dot_row(grad, picked(&kind, out, place, 1, width), width);
+            if (kind.widen) {
+                scaled_row(grad, gates[j], (REAL *)(void *)(kind.spare + width), width);
+                kind.narrow(kind.spare + width, (uint16_t *)d_out + place * width, width);
+            } else {
+                scaled_row(grad, gates[j], (REAL *)d_out + place * width, width);
+            }
+        }
+    }
+}
+
+static void jitter(const void *x_, const uint64_t *hashes, double amount, void *out_, len rows, len width) {
+    const REAL *RESTRICT x = x_;
+    REAL *RESTRICT out = out_;
+    for (len i = 0; i < rows; i++, x += width, out += width) {
+        const mt_word row = mt_fold(hashes[i]);
+        for (len j = 0; j < width; j++) out[j] = x[j] * mt_near_one(mt_mix32(row ^ mt_column((mt_word)j)), (REAL)amount);
+    }
+}
+
 /* ----------------------------------------------------------------------------------------- embedding and optimizer */
 
 static void row_sum(const int64_t *ids, const void *rows_, void *out_, len count, len width) {
@@ -415,6 +497,9 @@ const mt_table MT_PASTE(mt_table, PRECISION, LEVEL) = {
     .cross_entropy = cross_entropy,
     .cross_entropy_backward = cross_entropy_backward,
     .row_sum = row_sum,
+    .combine = combine,
+    .combine_backward = combine_backward,
+    .jitter = jitter,
     .adamw = adamw,
     .sum_of_squares = sum_of_squares,
     .attention_scratch = attention_scratch,

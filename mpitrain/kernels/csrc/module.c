@@ -550,6 +550,84 @@ METHOD(row_sum) { /* ids, rows (n, m), out (t, m), spare: out[ids[i]] += rows[i]
     return finish(&c, NULL);
 }
 
+/* How the rows that a kernel picks by number are read and written; of halves with two rows of `spare`. */
+static mt_rows rows_of(Call *c, int at, Py_ssize_t width) {
+    mt_rows kind = {0};
+    spare(c, at, 2, width);
+    if (!c->half || c->failed) return kind;
+    const mt_halves *halves = c->level->halves;
+    kind.widen = c->half == 'e' ? halves->half_to_float : halves->bfloat_to_float;
+    kind.narrow = c->half == 'e' ? halves->float_to_half : halves->float_to_bfloat;
+    kind.spare = c->spare;
+    return kind;
+}
+
+/* How many places are taken.  One that is no row would be read outside the array. */
+static Py_ssize_t count_places(Call *c, const int64_t *places, Py_ssize_t count, Py_ssize_t rows, int at) {
+    Py_ssize_t taken = 0;
+    for (Py_ssize_t i = 0; !c->failed && i < count; i++) {
+        if (places[i] >= rows) fail(c, PyExc_ValueError, "holds a number that is no row", at);
+        taken += places[i] >= 0;
+    }
+    return taken;
+}
+
+METHOD(combine) { /* out (n, h), gates (t, k), places (t, k), y (t, h), spare */
+    CALL;
+    const void *out = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t width = last_dim(&c), n = width ? elements(&c) / width : 0;
+    const int64_t *places = integers(&c, 2, -1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t count_all = elements(&c), choices = last_dim(&c), rows = choices ? count_all / choices : 0;
+    const void *gates = wides(&c, 1, count_all, 0);
+    count_places(&c, places, count_all, n, 2);
+    void *y = reals(&c, 3, rows * width, 1);
+    const mt_rows kind = rows_of(&c, 4, width);
+    if (!c.failed)
+        WITHOUT_LOCK(count_all * width, table(&c)->combine(kind, out, gates, places, y, rows, choices, width));
+    return finish(&c, NULL);
+}
+
+METHOD(combine_backward) { /* grad (t, h), out (n, h), gates (t, k), places (t, k), d_out, d_gates, spare */
+    CALL;
+    const void *grad = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t size = elements(&c), width = last_dim(&c), rows = width ? size / width : 0;
+    const void *out = reals(&c, 1, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n_size = elements(&c), n = width ? n_size / width : 0;
+    if (n * width != n_size) fail(&c, PyExc_ValueError, "has another length", 1);
+    const int64_t *places = integers(&c, 3, -1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t count_all = elements(&c), choices = last_dim(&c);
+    if (rows * choices != count_all) fail(&c, PyExc_ValueError, "has another length", 3);
+    const void *gates = wides(&c, 2, count_all, 0);
+    const Py_ssize_t taken = count_places(&c, places, count_all, n, 3);
+    void *d_out = reals(&c, 4, n_size, 1), *d_gates = wides(&c, 5, count_all, 1);
+    const mt_rows kind = rows_of(&c, 6, width);
+    if (!c.failed)
+        WITHOUT_LOCK(count_all * width, {
+            if (taken < n) memset(d_out, 0, (size_t)(n_size * c.itemsize)); /* rows that nobody has */
+            table(&c)->combine_backward(kind, grad, out, gates, places, d_out, d_gates, rows, choices, width);
+        });
+    return finish(&c, NULL);
+}
+
+METHOD(jitter) { /* x, hashes, amount, out, spare */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c);
+    const uint64_t *hashes = array(&c, 1, width ? n / width : 0, 0, "QL", 8);
+    const double amount = number(&c, 2);
+    void *out = reals(&c, 3, n, 1);
+    spare(&c, 4, 2, width);
+    if (!c.failed && n)
+        BY_BLOCKS(n / width, width, table(&c)->jitter(READ(x), hashes + b.first, amount, WRITE(out), b.rows, width));
+    return finish(&c, NULL);
+}
+
 METHOD(adamw) { /* p, g, m, v, beta1, 1 - beta1, beta2, 1 - beta2, eps, rate, keep */
     CALL;
     double numbers[7];
@@ -755,7 +833,8 @@ static PyMethodDef METHODS[] = {
     ENTRY(sum_rows), ENTRY(gelu), ENTRY(gelu_backward), ENTRY(residual), ENTRY(dropout), ENTRY(layer_norm),
     ENTRY(residual_norm),
     ENTRY(layer_norm_backward), ENTRY(softmax), ENTRY(softmax_backward), ENTRY(cross_entropy),
-    ENTRY(cross_entropy_backward), ENTRY(row_sum), ENTRY(adamw), ENTRY(sum_of_squares), ENTRY(attention_scratch),
+    ENTRY(cross_entropy_backward), ENTRY(row_sum), ENTRY(combine),
+    ENTRY(combine_backward), ENTRY(jitter), ENTRY(adamw), ENTRY(sum_of_squares), ENTRY(attention_scratch),
     ENTRY(attention), ENTRY(attention_backward), ENTRY(widen), ENTRY(narrow), ENTRY(levels), ENTRY(use),
     {NULL, NULL, 0, NULL},
 };

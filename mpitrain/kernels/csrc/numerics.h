@@ -182,6 +182,12 @@ MT_INLINE mt_word mt_mix32(mt_word x) {
 MT_INLINE mt_word mt_fold(mt_row row) { return (mt_word)row ^ (mt_word)(row >> 32); }
 MT_INLINE mt_word mt_column(mt_word column) { return mt_mix32(column + 1u); }
 
+/* A uniform number between 1 - amount and 1 + amount, from a word: 1 + amount (2 (word + 1/2) / 2^32 - 1). */
+MT_INLINE REAL mt_near_one(mt_word word, REAL amount) {
+    const REAL middle = (REAL)(int)(word ^ 0x80000000u) + REAL_C(0.5); /* from -2^31 to 2^31 */
+    return REAL_C(1.0) + amount * (middle * REAL_C(4.656612873077393e-10));
+}
+
 /* ----------------------------------------------------------------------------------------------------------- AdamW */
 
 typedef struct {

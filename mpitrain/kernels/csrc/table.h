@@ -11,6 +11,13 @@
 
 typedef ptrdiff_t len;
 
+/* Rows of halves that a kernel picks by number: it widens and narrows them itself, one at a time. */
+typedef struct {
+    void (*widen)(const uint16_t *x, float *y, len count); /* NULL where rows are of the precision of the call */
+    void (*narrow)(const float *x, uint16_t *y, len count);
+    float *spare; /* two rows */
+} mt_rows;
+
 /* (b, h, s, d) with any strides but that of d, which is 1. */
 typedef struct {
     void *data;
@@ -66,6 +73,11 @@ typedef struct {
     void (*cross_entropy_backward)(double grad, const void *logits, const int64_t *targets, const void *lse,
                                    int64_t ignore, void *out, len rows, len width);
     void (*row_sum)(const int64_t *ids, const void *rows, void *out, len count, len width);
+    void (*combine)(mt_rows kind, const void *out, const void *gates, const int64_t *places, void *y, len rows,
+                    len choices, len width);
+    void (*combine_backward)(mt_rows kind, const void *grad, const void *out, const void *gates, const int64_t *places,
+                             void *d_out, void *d_gates, len rows, len choices, len width);
+    void (*jitter)(const void *x, const uint64_t *hashes, double amount, void *out, len rows, len width);
     void (*adamw)(void *p, const void *g, void *m, void *v, len count, const double *numbers);
     double (*sum_of_squares)(const void *x, len count);
     len (*attention_scratch)(len s, len t, len d, int backward);

@@ -1,6 +1,7 @@
 """The kernels as they read in a paper: NumPy over cache-sized blocks; on CuPy arrays the same lines, as one block."""
 
 from mpitrain.kernels.reference.attention import attention, attention_backward
+from mpitrain.kernels.reference.experts import combine, combine_backward, jitter
 from mpitrain.kernels.reference.gelu import erf, gelu_backward, gelu_erf, gelu_tanh
 from mpitrain.kernels.reference.halves import narrow, widen
 from mpitrain.kernels.reference.norm import layer_norm, layer_norm_backward
@@ -13,6 +14,8 @@ __all__ = [
     "adamw",
     "attention",
     "attention_backward",
+    "combine",
+    "combine_backward",
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
@@ -20,6 +23,7 @@ __all__ = [
     "gelu_backward",
     "gelu_erf",
     "gelu_tanh",
+    "jitter",
     "layer_norm",
     "layer_norm_backward",
     "matmul",

@@ -8,20 +8,21 @@
 
 A `debug.memory.MemoryLedger` measures the same, and the two agree to the byte.
 
-    activations.py   the arrays of a micro-batch     peak.py    micro-batches in flight, and the choice of blocks
-    state.py         what stays between steps        paper.py   the figures of the papers
+    activations.py   the arrays of a micro-batch     peak.py     micro-batches in flight, and the choice of blocks
+    state.py         what stays between steps        experts.py  the arrays of a layer of experts
+    saved.py         an array                        paper.py    the figures of the papers
 """
 
 from __future__ import annotations
 
-from mpitrain.plan.memory.activations import Saved, by_path, freed, of_stage, total
+from mpitrain.plan.memory.activations import by_path, freed, of_stage, total
 from mpitrain.plan.memory.peak import BlockBytes, block_table, peak, predicted_block_bytes, scratch, segments_of
-from mpitrain.plan.memory.state import Slab, State, model_state, slabs
+from mpitrain.plan.memory.saved import Saved
+from mpitrain.plan.memory.state import State, model_state
 
 __all__ = [
     "BlockBytes",
     "Saved",
-    "Slab",
     "State",
     "block_table",
     "by_path",
@@ -32,6 +33,5 @@ __all__ = [
     "predicted_block_bytes",
     "scratch",
     "segments_of",
-    "slabs",
     "total",
 ]

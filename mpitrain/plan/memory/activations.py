@@ -6,108 +6,53 @@ of a number in which sums are taken.  With t = 1, no dropout and one head of key
     16 beta b s h  +  (4 + a) beta' b s            kernels make scores, masks and the slope's input again or not at all
 
 where the paper has 34 b s h + 5 a s^2 b for beta = 2 (paper.py says which tensors differ, and why).
+
+A layer of experts keeps what its experts keep of the n' rows that have arrived, and of the n that have left what came
+back; the rest are small numbers of each token and choice (experts.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpitrain.backend import wide
 from mpitrain.kernels.blocks import kept_scores
+from mpitrain.plan.memory.experts import entry_of_mlp, layer_of_experts
+from mpitrain.plan.memory.saved import B_BEFORE, HASH, NUMBER, B, Saved, Sizes, W
 from mpitrain.plan.traffic.step import Step
 from mpitrain.spec import cut
-
-B, W, B_BEFORE = "B", "W", "B of the slice before"
-"""What frees an array: the half of backward for the inputs, that for the weights, or the B of an earlier slice."""
-
-HASH, NUMBER = np.dtype(np.uint64), np.dtype(np.int64)
-
-
-class Saved(NamedTuple):
-    """An array that waits for backward.
-
-    path: of the module whose node keeps it; name: what it is; shape, dtype; why: who wants it; until: what frees it,
-    the halves of backward being one where a schedule does not part them.
-    """
-
-    path: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    why: str
-    until: str = B
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return math.prod(self.shape) * int(self.dtype.itemsize)
-
-
-class _Sizes:
-    """The shapes of one micro-batch, or of a slice of it, on this rank."""
-
-    def __init__(self, step: Step, part: int) -> None:
-        length = step.lengths[part]
-        self.dtype = np.dtype(step.dtype)
-        self.wide = np.dtype(wide(step.dtype))
-        self.of_stream = self.wide if step.scaled else self.dtype
-        self.tokens = (step.b, length)
-        self.stream = (step.b, length // step.tp if step.is_cut else length)
-        self.rows = math.prod(self.stream)  # of the stream as a matrix
-        self.width = step.sizes.width
-        self.drops = step.sizes.dropout > 0
-
-    def norm(self, path: str, what: str) -> Iterator[Saved]:
-        """A layer norm: its input, and two numbers a row."""
-        shape = (*self.stream, self.width)
-        yield Saved(path, f"input of {what}", shape, self.of_stream, f"{what}: gradient of its input")
-        for number in ("center", "rstd"):
-            yield Saved(path, f"{number} of {what}", (self.rows, 1), self.wide, f"{what}: a number a row")
-
-    def product(self, path: str, what: str, width: int) -> Saved:
-        """The input of a linear layer."""
-        return Saved(path, f"input of {what}", (*self.tokens, width), self.dtype, f"{what}: gradient of its weight", W)
-
-    def dropout(self, path: str, what: str) -> Iterator[Saved]:
-        """Instead of a mask the hash of each row, of which it is made again."""
-        if self.drops:
-            yield Saved(path, f"mask of {what}", self.stream, HASH, "dropout: the mask is made again of a hash a row")
-
-    def again(self, path: str, what: str, dtype: Any) -> Saved:
-        """What a part that runs twice keeps of the stream."""
-        return Saved(path, f"input of {what}", (*self.stream, self.width), dtype, f"{path} is made again from it")
 
 
 def embedding(step: Step, part: int) -> Iterator[Saved]:
     """Of the first stage, before the blocks; the ids are the batch's own."""
-    yield from _Sizes(step, part).dropout("drop", "drop")
+    yield from Sizes(step, part).dropout("drop", "drop")
 
 
-def block(step: Step, number: int, part: int) -> Iterator[Saved]:
+def block(step: Step, number: int, part: int, micro: int = 0) -> Iterator[Saved]:
     """Of one block, as its nodes keep it; where it is made again as a whole, its inputs alone."""
-    yield from inputs(step, number, part) if step.is_recomputed(number) else inside(step, number, part)
+    yield from inputs(step, number, part) if step.is_recomputed(number) else inside(step, number, part, micro)
 
 
 def inputs(step: Step, number: int, part: int) -> Iterator[Saved]:
     """What a block that runs twice keeps: the stream, and what it takes of the slice before."""
-    of, path = _Sizes(step, part), f"blocks.{number}"
+    of, path = Sizes(step, part), f"blocks.{number}"
     yield of.again(path, "norm1", of.of_stream)
     yield from _of_slice_before(step, of, path, part)
 
 
-def _of_slice_before(step: Step, of: _Sizes, path: str, part: int) -> Iterator[Saved]:
+def _of_slice_before(step: Step, of: Sizes, path: str, part: int) -> Iterator[Saved]:
     if part:
         packed = (step.b, step.lengths[part - 1], step.h + 2 * step.h_kv)
         yield Saved(path, "keys and values of the slice before", packed, of.dtype, "attention of this slice", B_BEFORE)
 
 
-def inside(step: Step, number: int, part: int) -> Iterator[Saved]:
+def inside(step: Step, number: int, part: int, micro: int = 0) -> Iterator[Saved]:
     """What the nodes of a block keep, on their tape or on that of the second forward."""
-    of, name, hidden = _Sizes(step, part), f"blocks.{number}", 4 * step.sizes.width // step.tp
+    of, name, hidden = Sizes(step, part), f"blocks.{number}", 4 * step.sizes.width // step.tp
     attention, mlp = f"{name}.attention", f"{name}.mlp"
     yield from of.norm(f"{name}.norm1", "norm1")
     if step.is_recomputed(number, "attention") and not step.is_recomputed(number):
@@ -119,7 +64,9 @@ def inside(step: Step, number: int, part: int) -> Iterator[Saved]:
     yield from of.dropout(name, "drop1")
     yield from of.norm(name, "norm2")
     if step.is_recomputed(number, "mlp") and not step.is_recomputed(number):
-        yield of.again(mlp, "up", of.dtype)
+        yield of.again(mlp, entry_of_mlp(step, number), of.dtype)
+    elif step.sizes.has_experts(number):
+        yield from layer_of_experts(step, of, mlp, step.rows_of(number, micro * len(step.lengths) + part))
     else:
         yield of.product(f"{mlp}.up", "up", of.width)
         yield Saved(mlp, "gelu", (*of.tokens, hidden), of.dtype, "gelu: its slope, in the place of its input")
@@ -127,7 +74,7 @@ def inside(step: Step, number: int, part: int) -> Iterator[Saved]:
     yield from of.dropout(f"{name}.drop2", "drop2")
 
 
-def _attention(step: Step, of: _Sizes, path: str) -> Iterator[Saved]:
+def _attention(step: Step, of: Sizes, path: str) -> Iterator[Saved]:
     """Queries, keys and values, the result, a number a query; rsa and `none` the weights themselves."""
     (b, length), d = of.tokens, step.sizes.width // step.sizes.heads
     c, kind = step.cp, step.cp_attention if step.cp > 1 else ""
@@ -160,7 +107,7 @@ def _is_grouped(step: Step) -> bool:
 
 def head(step: Step, part: int) -> Iterator[Saved]:
     """Of the last stage, after the blocks: the last norm, the head, the loss; targets are the batch's own."""
-    of = _Sizes(step, part)
+    of = Sizes(step, part)
     first, stop = cut(step.sizes.vocab, step.tp, step.tp_rank)
     tokens = math.prod(of.tokens)
     yield from of.norm("norm", "norm")
@@ -176,15 +123,16 @@ def logits_dtype(step: Step) -> Any:
     return np.dtype(wide(step.dtype))
 
 
-def of_stage(step: Step, stage: int, part: int = 0) -> list[Saved]:
+def of_stage(step: Step, stage: int, part: int = 0, micro: int = 0) -> list[Saved]:
     """All that a stage keeps of one micro-batch.
 
     Args:
         step: the sizes and the layout.
         stage: one of `step.stages`.
         part: number of the slice, where sequences are cut into slices.
+        micro: of the micro-batch; they differ by the rows that go to experts, where a step says which do.
     """
-    parts: list[Iterator[Saved]] = [block(step, number, part) for number in step.blocks_of(stage)]
+    parts: list[Iterator[Saved]] = [block(step, number, part, micro) for number in step.blocks_of(stage)]
     if stage == 0:
         parts.insert(0, embedding(step, part))
     if stage == step.last_stage:

@@ -25,12 +25,15 @@ def recomputed_blocks(step: Step, row: Row, checked: Checked, budget: int) -> fr
         checked: of the rows of all ranks.
         budget: bytes that tapes may hold at once.
 
+    Experts are counted with the most tokens that they have room for.
+
     Returns:
         Names of blocks.
 
     Raises:
         ConfigError: they do not fit whatever is recomputed.
     """
+    step = step.at_most()
     segments = [segment for stage in step.stages for segment in segments_of(step, stage)]
     blocks = [segment.name for segment in segments if segment.recomputed is not None]
     units = len(step.stages) * len(step.lengths)  # of which a micro-batch is made here

@@ -13,10 +13,13 @@ import numpy as np
 
 from mpitrain.memory.recompute import Segment
 from mpitrain.models.gpt import GPTConfig
-from mpitrain.pipeline.action import Row
+from mpitrain.pipeline.action import Action, Row
 from mpitrain.plan.memory import paper
-from mpitrain.plan.memory.activations import W, block, embedding, freed, head, inputs, inside, of_stage, total
+from mpitrain.plan.memory.activations import block, embedding, freed, head, inputs, inside, of_stage, total
+from mpitrain.plan.memory.saved import Saved, W
 from mpitrain.plan.traffic.step import Step
+
+QKV = "input of qkv"
 
 
 class BlockBytes(NamedTuple):
@@ -88,19 +91,45 @@ def peak(step: Step, row: Row) -> int:
         row: this rank's actions (`pipeline.passes.complete`).
     """
     split = {action.stage for action in row if action.kind == "W"}
-    parts = range(len(step.lengths))
-    saved = {(stage, part): of_stage(step, stage, part) for stage in step.stages for part in parts}
+    saved = _Books(step)
     now = most = 0
     for action in row:
-        here = action.stage, action.part or 0
         if action.kind == "F":
-            now += total(saved[here])
+            now += total(saved.of(action))
             most = max(most, now)
         elif action.kind in ("B", "W"):
-            after = saved.get((action.stage, here[1] + 1), [])
-            now -= total(freed(action.kind, saved[here], after, action.stage in split))
+            now -= total(freed(action.kind, saved.of(action), saved.after(action), action.stage in split))
     assert now == 0, now
     return most
+
+
+class _Books:
+    """What each pass of a row keeps, made once for those that are alike.
+
+    Args:
+        step: the sizes and the layout.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._kept: dict[tuple[int, int, int], list[Saved]] = {}
+
+    def of(self, action: Action, later: int = 0) -> list[Saved]:
+        """What the pass of an action keeps, or that of a slice which comes so much later."""
+        key = action.stage, (action.part or 0) + later, micro_of(self._step, action)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = of_stage(self._step, *key)
+        return found
+
+    def after(self, action: Action) -> list[Saved]:
+        """What the next slice of the same micro-batch keeps; nothing after the last one."""
+        return self.of(action, 1) if (action.part or 0) + 1 < len(self._step.lengths) else []
+
+
+def micro_of(step: Step, action: Action) -> int:
+    """The micro-batch of an action, where it matters: 0 for all, unless it is known what each sends to experts."""
+    return 0 if step.expert_rows is None else action.micro or 0
 
 
 def scratch(step: Step, row: Row) -> int:
@@ -120,7 +149,7 @@ def scratch(step: Step, row: Row) -> int:
         if action.kind not in ("B", "W"):
             continue
         for number in reversed(step.blocks_of(action.stage)):
-            for whole, late in _again(step, number, part):
+            for whole, late in _again(step, number, part, micro_of(step, action)):
                 if action.kind == "W":
                     now -= late
                     continue
@@ -140,46 +169,52 @@ def peak_with_scratch(step: Step, row: Row) -> int:
         row: this rank's actions.
     """
     split = {action.stage for action in row if action.kind == "W"}
-    parts = range(len(step.lengths))
-    saved = {(stage, part): of_stage(step, stage, part) for stage in step.stages for part in parts}
+    saved = _Books(step)
     now = most = left = 0
     for action in row:
-        stage, part = action.stage, action.part or 0
+        stage, part, micro = action.stage, action.part or 0, micro_of(step, action)
         if action.kind == "F":
-            now += total(saved[stage, part])
+            now += total(saved.of(action))
             most = max(most, now + left)
         if action.kind not in ("B", "W"):
             continue
         behind = total(head(step, part)) if stage == step.last_stage and stage not in split else 0
         for number in reversed(step.blocks_of(stage)):
-            for whole, late in _again(step, number, part):
+            for whole, late in _again(step, number, part, micro):
                 if action.kind == "W":
                     left -= late
                     continue
                 most = max(most, now - behind + left + whole)
                 left += late if stage in split else 0
             if stage not in split:
-                behind += total(block(step, number, part))
-        now -= total(freed(action.kind, saved[stage, part], saved.get((stage, part + 1), []), stage in split))
+                behind += total(block(step, number, part, micro))
+        now -= total(freed(action.kind, saved.of(action), saved.after(action), stage in split))
     return most
 
 
-def _again(step: Step, number: int, part: int) -> list[tuple[int, int]]:
+def _again(step: Step, number: int, part: int, micro: int) -> list[tuple[int, int]]:
     """Of each part of a block that runs twice: (bytes that its second forward keeps, those of them that W frees)."""
-    nodes = [*inside(step, number, part)]
+    nodes = [*inside(step, number, part, micro)]
     if step.is_recomputed(number):
         again = [(nodes, "input of norm1")]
     else:
-        whole = [*inside(replace(step, recomputed=frozenset()), number, part)]
-        branches = (("mlp", "input of up"), ("attention", "input of qkv"))  # as backward meets them
+        whole = [*inside(replace(step, recomputed=frozenset()), number, part, micro)]
         again = [
-            ([s for s in whole if s.path.startswith(f"blocks.{number}.{branch}")], "" if step.is_cut else entry)
-            for branch, entry in branches
+            ([s for s in whole if s.path.startswith(f"blocks.{number}.{branch}")], entry)
+            for branch, entry in (("mlp", _mlp_entry(step, number)), ("attention", "" if step.is_cut else QKV))
             if step.is_recomputed(number, branch)
-        ]
+        ]  # as backward meets them
     return [
         (total(s for s in of if s.name != entry), total((s for s in of if s.name != entry), W)) for of, entry in again
     ]
+
+
+def _mlp_entry(step: Step, number: int) -> str:
+    """The array of a second branch that is there before it is made again; '' where it is made of another one first."""
+    routing = step.sizes.routing
+    if routing is not None and step.sizes.has_experts(number):
+        return "" if routing.jitter else "input of router"
+    return "" if step.is_cut else "input of up"
 
 
 def segments_of(step: Step, stage: int) -> list[Segment]:

@@ -6,15 +6,17 @@ The same lines can be measured: a `debug.ledger.Ledger` adds up what a rank sent
 says for which of these causes a place sends.  The two agree to the byte.
 
 Letters are those of the papers: L layers of a rank, h width, s tokens of a sequence that a rank holds, b sequences of a
-micro-batch, m micro-batches, v stages of a rank; d, c, t, p ranks on dp, cp, tp, pp; beta bytes of an element.  By the
-algorithm that sends least, a call of payload S sends
+micro-batch, m micro-batches, v stages of a rank; d, c, t, p, e ranks on dp, cp, tp, pp, ep; beta bytes of an element;
+E experts of a layer, k of a token, C places of each for a sequence.  By the algorithm that sends least, a call of
+payload S sends
 
     all_reduce  2 (n-1)/n S      reduce_scatter, all_gather, all_to_all  (n-1)/n S      send, shift  S
 
 where S is the larger side: the array to be scattered, the array that was gathered.
 
     step.py      the sizes, as one rank sees them          messages.py   the formulas, with the papers
-    lines.py     lines, their sums, the text               causes.py     which line a measured message belongs to
+    slabs.py     the parameters of a rank                  causes.py     which line a measured message belongs to
+    lines.py     lines, their sums, the text
 """
 
 from __future__ import annotations
@@ -22,20 +24,33 @@ from __future__ import annotations
 from mpitrain.plan.traffic.causes import cause_of
 from mpitrain.plan.traffic.lines import FACTOR, Line, Traffic
 from mpitrain.plan.traffic.messages import (
-    DATA,
-    DATA_AND_TP,
     agreement,
     context_parallel,
     count,
+    experts,
     gradients,
     optimizer,
-    parameters,
     pipeline,
     tensor_parallel,
 )
-from mpitrain.plan.traffic.step import Step
+from mpitrain.plan.traffic.slabs import DATA, DATA_AND_TP, EXPERTS, Slab, parameters, slabs
+from mpitrain.plan.traffic.step import Rows, Step
 
-__all__ = ["DATA", "DATA_AND_TP", "FACTOR", "Line", "Step", "Traffic", "cause_of", "parameters", "traffic"]
+__all__ = [
+    "DATA",
+    "DATA_AND_TP",
+    "EXPERTS",
+    "FACTOR",
+    "Line",
+    "Rows",
+    "Slab",
+    "Step",
+    "Traffic",
+    "cause_of",
+    "parameters",
+    "slabs",
+    "traffic",
+]
 
 
 def traffic(step: Step) -> Traffic:
@@ -43,7 +58,11 @@ def traffic(step: Step) -> Traffic:
 
     Gradients are taken to leave in one message for each set of axes; a reducer with buckets sends the same bytes in
     more calls.
+
+    How many rows go to experts is known when they have gone.  Without `step.expert_rows` it is as many as can: over the
+    ranks of ep together a bound.
     """
-    parts = (tensor_parallel, context_parallel, pipeline, gradients, optimizer, count)
+    parts = (tensor_parallel, context_parallel, experts, pipeline, gradients, optimizer, count)
     lines = [line._replace(calls=step.row * line.calls) for part in parts for line in part(step)]
-    return Traffic(tuple(line for line in (*lines, *agreement(step)) if line.n > 1 and line.calls), step.row)
+    at_most = step.ep > 1 and step.expert_rows is None
+    return Traffic(tuple(line for line in (*lines, *agreement(step)) if line.n > 1 and line.calls), step.row, at_most)

@@ -21,7 +21,8 @@ def cause_of(axis: str, action: str, path: str, op: str) -> str:
         axis: its name.
         action: what the executor was doing: `F`, `SEND_F`, `B`, `COUNT`, `REDUCE`, `STEP`.
         path: of the module: `blocks.0.mlp.up`; empty outside of the model.
-        op: the innermost; empty outside of ops, as the gradients' buckets that leave during backward.
+        op: the innermost; empty outside of ops, as the gradients' buckets that leave during backward, and what ranks
+            tell each other of the choices of tokens.
 
     Returns:
         As in the lines of `traffic`; "other" for what is none of them.
@@ -30,6 +31,10 @@ def cause_of(axis: str, action: str, path: str, op: str) -> str:
         return "tied table"
     if action == "STEP" and axis != "world":
         return "optimizer"
+    if path and op in ("", "recompute", "recompute.backward"):  # of no op: the last two are around what a module does
+        return "routing"
+    if axis == "ep":
+        return "experts"
     if not op:
         return OUTSIDE_OF_OPS.get(action, "other")
     if axis == "cp":

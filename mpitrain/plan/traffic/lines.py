@@ -21,7 +21,8 @@ FACTOR: dict[str, Callable[[int], Fraction]] = {
 class Line(NamedTuple):
     """Messages of one kind, of one rank and step.
 
-    axis: over which; cause: why; verb: which; n: ranks on the axis; calls: how many; payload: bytes of each.
+    axis: over which; cause: why; verb: which; n: ranks on the axis; calls: how many; payload: bytes of each, the mean
+    where they differ.
     """
 
     axis: str
@@ -29,7 +30,7 @@ class Line(NamedTuple):
     verb: str
     n: int
     calls: int
-    payload: int
+    payload: int | Fraction
 
     @property
     def sent(self) -> Fraction:
@@ -44,10 +45,12 @@ class Traffic:
     Attributes:
         lines: one for each kind of message, those that nobody sends left out.
         row: how many steps they are of, 1 but for a row that agrees on all of its steps at once.
+        at_most: whether experts may be sent less: it depends on the data, and here all of them have all they can take.
     """
 
     lines: tuple[Line, ...]
     row: int = 1
+    at_most: bool = False
 
     def total(self, axis: str | None = None, cause: str | None = None) -> int:
         """Bytes, over one axis or all, for one cause or all."""
@@ -63,7 +66,7 @@ class Traffic:
 
     def table(self) -> str:
         """The sums as text."""
-        text = [f"{self.total():,} bytes {self._of_what}", ""]
+        text = [f"{self._most}{self.total():,} bytes {self._of_what}", ""]
         rows = [("bytes", "calls", "axis", "cause", "verb")]
         rows += [(f"{round(sent):,}", f"{calls:,}", *names) for names, (calls, sent) in self.sums().items()]
         w = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -77,7 +80,11 @@ class Traffic:
         axes = sorted({line.axis for line in self.lines}, key=lambda axis: -self.total(axis))
         large = [axis for axis in axes if self.total(axis) * 1000 >= self.total()]
         parts = ", ".join(f"{axis} {_short(self.total(axis))}" for axis in large)
-        return f"{_short(self.total())} {self._of_what}" + (f": {parts}" if len(large) > 1 else "")
+        return f"{self._most}{_short(self.total())} {self._of_what}" + (f": {parts}" if len(large) > 1 else "")
+
+    @property
+    def _most(self) -> str:
+        return "at most " if self.at_most else ""
 
     @property
     def _of_what(self) -> str:

@@ -3,22 +3,20 @@
 Sources: tensor parallelism: Shoeybi et al. 2019, arXiv:1909.08053, section 3; sequence parallelism: Korthikanti et al.
 2022, arXiv:2205.05198, section 4.2.2; ring attention: Liu et al. 2023, arXiv:2310.01889; Ulysses: Jacobs et al. 2023,
 arXiv:2309.14509; two rings: Li et al. 2021, arXiv:2105.13120, section 3.2; pipelines, several stages a rank and tied
-tables: Narayanan et al. 2021, arXiv:2104.04473, sections 2.2 and 3; slices: Li et al. 2021, arXiv:2102.07988; sums of
-an optimizer: Shazeer and Stern 2018, arXiv:1804.04235.
+tables: Narayanan et al. 2021, arXiv:2104.04473, sections 2.2 and 3; slices: Li et al. 2021, arXiv:2102.07988; experts:
+Lepikhin et al. 2020, arXiv:2006.16668, section 3.2; sums of an optimizer: Shazeer and Stern 2018, arXiv:1804.04235.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 
+from mpitrain.parallel.expert import counted
 from mpitrain.plan.traffic.lines import Line
+from mpitrain.plan.traffic.slabs import DATA, DATA_AND_TP, EXPERTS, slabs, words
 from mpitrain.plan.traffic.step import Step
-from mpitrain.spec import cut
-
-DATA, DATA_AND_TP = "dp+cp", "dp+cp+tp"
-"""The axes over whose merge gradients are summed: of most parameters, and of those that are Replicate on tp as well."""
-
 
 # ------------------------------------------------------------------------------------------------ inside of the model
 
@@ -100,6 +98,48 @@ def pipeline(step: Step) -> Iterator[Line]:
         yield Line("pp", "activation gradients", "send", step.pp, m * back, stream)
 
 
+def experts(step: Step) -> Iterator[Line]:
+    """The messages of the layers of experts; a row is a token on its way to one, beta h bytes.
+
+    Rows go to the ranks of their experts and come back, and so do their gradients.  Only rows travel that an expert has
+    place for, so their number is a matter of the data (`Step.expert_rows`): n leave a rank and n' arrive, both b E C
+    where every place is taken; by halves, they are as many in twice the messages.  How many are coming is told before.
+    What goes forward does so once more where the layer runs forward twice, R of L layers.
+
+        rows                m (2 L + R) (e-1)/e beta h (n + n')         4 (e-1)/e beta h b E C a layer, all places taken
+        rows to come        m (L + R) (e-1)/e 8 E                       int64
+        choices before      m (L + R) (c-1) 4 (2 + 2 k b E)             int32, over cp: the places that were taken there
+        or where none is    m (L + R) 2 (c-1)/c 8 b E                   without a capacity: how many chose each expert
+        weights             m L 2 (t-1)/t beta_wide b s k               over tp: their gradients
+        with sequence parallelism the weights and the choices of all tokens are gathered, and the former's gradients
+        scattered           m [(2 L + R) beta_wide + (L + R) 4] (t-1)/t b s k
+    """
+    if not step.experts:
+        return
+    e, c, t, E, k = step.ep, step.cp, step.tp, step.experts, step.choices
+    messages = step.passes * len(step.halves)
+    for number in step.expert_blocks:
+        twice = int(step.is_recomputed(number, "mlp"))
+        passes = [step.rows_of(number, passed) for passed in range(step.passes)]
+        for rows in zip(*passes, strict=True):
+            mean = Fraction(step.beta * step.sizes.width * sum(rows), messages)
+            yield Line("ep", "experts", "all_to_all", e, (2 + twice) * messages, mean)
+        yield Line("ep", "routing", "all_to_all", e, (1 + twice) * step.passes, 8 * E)
+        if step.sizes.routing is not None and step.sizes.routing.capacity_factor is not None:
+            before = c * 4 * (2 + 2 * k * step.b * E)
+            yield Line("cp", "routing", "all_gather", c, (1 + twice) * step.passes, before)
+        else:
+            yield Line("cp", "routing", "all_reduce", c, (1 + twice) * step.passes, 8 * step.b * E)
+        for length, times in Counter(step.lengths).items():
+            m, chosen = step.microbatches * times, step.b * length * k
+            if step.is_cut:
+                yield Line("tp", "layers", "all_gather", t, (1 + twice) * m, step.beta_wide * chosen)
+                yield Line("tp", "layers", "reduce_scatter", t, m, step.beta_wide * chosen)
+                yield Line("tp", "routing", "all_gather", t, (1 + twice) * m, 4 * chosen)
+            else:
+                yield Line("tp", "layers", "all_reduce", t, m, step.beta_wide * chosen)
+
+
 # ----------------------------------------------------------------------------------------------------------- at its end
 
 
@@ -108,110 +148,69 @@ def gradients(step: Step) -> Iterator[Line]:
 
     dp and cp            2 (d c - 1)/(d c)         beta x parameters that are not Replicate on tp
     dp and cp and tp     2 (d c t - 1)/(d c t)     beta x parameters that are
+    edp and cp           2 (d c/e - 1)/(d c/e)     beta x experts here
     ends                 beta x table: 2 (n-1)/n is 1 for the two ends of a pipeline, which both use a tied table
 
-    Parameters are those of this rank's stages.  A rank whose stages hold none sends none; one that holds parameters of
-    which tp leaves it no row does send, 0 bytes.  Gradients of halves travel as halves; where branches have scales, all
-    that is not in a branch is in full precision, and its gradients go in messages of their own.
+    Parameters are those of this rank's stages (slabs.py).  A rank whose stages hold none sends none; one that holds
+    parameters of which tp leaves it no row does send, 0 bytes.  Gradients of halves travel as halves; those of what is
+    in full precision all the same (routers; and all that is not in a branch, where branches have scales) go in messages
+    of their own.
     """
-    d, c, t = step.dp, step.cp, step.tp
-    parts = parameters_by_width(step) if step.scaled else [(step.beta, *parameters(step))]
-    for beta, here, shared in parts:
-        some = step.blocks > 0 or (step.is_first or (step.is_last and beta == step.beta_stream))
-        yield Line(DATA, "gradients", "all_reduce", d * c, int(some and (here > 0 or not step.scaled)), beta * here)
-        yield Line(DATA_AND_TP, "gradients", "all_reduce", d * c * t, int(shared > 0), beta * shared)
+    ranks = {DATA: step.dp * step.cp, DATA_AND_TP: step.dp * step.cp * step.tp, EXPERTS: step.dp // step.ep * step.cp}
+    sums: dict[tuple[str, int], int] = {}
+    for slab in slabs(step):
+        beta = step.beta_wide if slab.is_wide else step.beta
+        sums[slab.axes, beta] = sums.get((slab.axes, beta), 0) + slab.size
+    for (axes, beta), size in sums.items():
+        yield Line(axes, "gradients", "all_reduce", ranks[axes], 1, beta * size)
     if step.sizes.tied and (step.is_first or step.is_last):
-        nbytes = step.beta_stream * _words(step) * step.sizes.width
+        nbytes = step.beta_stream * words(step) * step.sizes.width
         yield Line("ends", "tied table", "all_reduce", min(step.pp, 2), 1, nbytes)
 
 
-def parameters_by_width(step: Step) -> list[tuple[int, int, int]]:
-    """(bytes of an element, elements as `parameters` counts them): in branches, and outside of them."""
-    here, shared = parameters(step)
-    outside_here = _vocabulary(step) + (0 if step.is_cut else _between(step))
-    outside_shared = _between(step) if step.is_cut else 0
-    return [
-        (step.beta, here - outside_here, shared - outside_shared),
-        (step.beta_wide, outside_here, outside_shared),
-    ]
-
-
-def _vocabulary(step: Step) -> int:
-    """Elements of the tables and the head."""
-    tables = 1 if step.sizes.tied and step.pp == 1 else step.is_first + step.is_last
-    return tables * _words(step) * step.sizes.width
-
-
-def _between(step: Step) -> int:
-    """Elements of what lies between two regions: norms, biases, positions."""
-    h = step.sizes.width
-    return step.blocks * 6 * h + step.is_last * 2 * h + step.is_first * step.sizes.seq_len * h
-
-
-def parameters(step: Step) -> tuple[int, int]:
-    """Elements of the parameters that a rank holds: (of those that are not Replicate on tp, of those that are).
-
-    The vocabulary is cut over tp, the matrices of a layer, and the biases of those that are cut by columns.  What lies
-    between two regions is not: 6 h a layer of norms and biases, 2 h of the last norm, the positions; with sequence
-    parallelism each rank uses it for its own tokens.  Nor are the projections of keys and values where there are fewer
-    such heads than ranks of tp: each rank uses the columns of one head.
-
-    Table and positions are on the first stage, the last norm and the head on the last; a tied table is on both.
-    """
-    sizes, t = step.sizes, step.tp
-    h, layers = sizes.width, step.blocks
-    matrices = layers * (10 * h * h + 5 * h) // t
-    keys_and_values = layers * 2 * (h + 1) * sizes.groups * (h // sizes.heads)
-    between = _between(step)
-    here, shared = _vocabulary(step) + matrices, 0
-    if t <= sizes.groups:
-        here += keys_and_values // t
-    else:
-        shared += keys_and_values
-    if step.is_cut:
-        shared += between
-    else:
-        here += between
-    return here, shared
-
-
-def _words(step: Step) -> int:
-    """Rows of the vocabulary on this rank of tp."""
-    first, stop = cut(step.sizes.vocab, step.tp, step.tp_rank)
-    return stop - first
-
-
 def optimizer(step: Step) -> Iterator[Line]:
-    """Adafactor's sums over a parameter that is cut over tp: each of two messages gathers the summands of all of them.
+    """Adafactor's sums over parameters that are cut: each of two messages gathers the summands of all of them.
 
-    A matrix that is cut by columns brings the sums of its rows, one that is cut by rows those of its columns; either is
-    h long in every layer, the table and the head.  With them go two numbers a matrix and one a bias; the second message
-    has one a matrix or bias.  With fewer heads of keys and values than queries their projection stands apart, and
-    is cut only where each rank has heads of its own.
+    A matrix that is cut by columns over tp brings the sums of its rows, one that is cut by rows those of its columns;
+    either is h long in every layer, the table and the head.  With them go two numbers a matrix and one a bias; the
+    second message has one a matrix or bias.  With fewer heads of keys and values than queries their projection stands
+    apart, and is cut only where each rank has heads of its own.  Experts are matrices of one tensor, E/e of them here:
+    what is asked of the whole tensor is summed over ep as well, in messages of its own.
 
         first       (t-1) beta_wide [L (4 h + 10) + tables (h + 2)]      5 h + 13 with a projection of its own
         second      (t-1) beta_wide [L 6 + tables]                       8
+        experts     (t-1) beta_wide E/e (2 h + 2), twice (e t - 1) beta_wide 2, for the 2 h + 5 and the 3 of an MLP
     """
-    sizes, t = step.sizes, step.tp
+    if step.optimizer != "adafactor":
+        return
+    sizes, e, t = step.sizes, step.ep, step.tp
+    h, dense, routed = sizes.width, step.blocks - len(step.expert_blocks), len(step.expert_blocks)
     apart = sizes.groups != sizes.heads and t <= sizes.groups
     tables = 1 if sizes.tied and step.pp == 1 else step.is_first + step.is_last
-    in_layer = (5 * sizes.width + 13, 8) if apart else (4 * sizes.width + 10, 6)
-    of_table = sizes.width + 2, 1
-    for layer, table in zip(in_layer, of_table, strict=True):
-        numbers = step.blocks * layer + tables * table
-        calls = int(step.optimizer == "adafactor" and numbers > 0)
-        yield Line("tp", "optimizer", "all_gather", t, calls, t * step.beta_wide * numbers)
+    first = step.blocks * (3 * h + 8 if apart else 2 * h + 5) + dense * (2 * h + 5) + tables * (h + 2)
+    second = step.blocks * (5 if apart else 3) + dense * 3 + tables
+    first += routed * step.experts // e * (2 * h + 2)
+    of_tensors = 2 * routed
+    if e == 1:
+        first, second, of_tensors = first + of_tensors, second + of_tensors, 0
+    for numbers in (first, second):
+        yield Line("tp", "optimizer", "all_gather", t, int(numbers > 0), t * step.beta_wide * numbers)
+        n, axes = e * t, "ep+tp" if t > 1 else "ep"
+        yield Line(axes, "optimizer", "all_gather", n, int(of_tensors > 0), n * step.beta_wide * of_tensors)
 
 
 def count(step: Step) -> Iterator[Line]:
-    """The targets of the step are counted: one int64."""
-    yield Line(DATA, "count of targets", "all_reduce", step.dp * step.cp, 1, 8)
+    """The targets of the step are counted: one int64; where routers have losses of rows, the rows with them."""
+    yield Line(DATA, "count of targets", "all_reduce", step.dp * step.cp, 1, 16 if step.experts else 8)
 
 
 def agreement(step: Step) -> Iterator[Line]:
     """Loss, squared norm of the gradient, and whether gradients and the optimizer's state are finite: four float64 a
-    step, once a row; where branches have scales, whether gradients are is told of each.
+    step, once a row; where branches have scales, whether gradients are is told of each.  With them goes what all layers
+    of experts have counted.
     """
-    ranks = step.dp * step.cp * step.tp * step.pp
-    numbers = 4 + (2 * step.sizes.layers if step.scaled else 0)
+    ranks, sizes = step.dp * step.cp * step.tp * step.pp, step.sizes
+    numbers = 4 + (2 * sizes.layers if step.scaled else 0)
+    if sizes.routing is not None:
+        numbers += len(sizes.routing.layers(sizes.layers)) * counted.length(step.experts)
     yield Line("world", "loss and norm", "all_reduce", ranks, 1, 8 * numbers * step.row)

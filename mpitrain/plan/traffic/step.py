@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,16 @@ from mpitrain.errors import ConfigError
 from mpitrain.models.gpt import GPTConfig
 from mpitrain.parallel.context import KINDS
 from mpitrain.pipeline.partition import Partition, balance
+
+
+class Rows(NamedTuple):
+    """Tokens on their way to experts, in one layer and one pass, a row each time that one is sent.
+
+    sent: those that this rank brings; arrived: those that its experts get.
+    """
+
+    sent: int
+    arrived: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,11 @@ class Step:
             (`blocks.3`, `blocks.0.mlp`); None: with full all blocks, else none.
         scaled: residual branches have scales of their own for their gradients; the stream is then in full precision.
         optimizer: rule that updates the weights; only adafactor sends anything.
+        ep: ranks of dp over which experts are spread.
+        expert_rows: block -> the `Rows` of each pass through its experts, micro-batch by micro-batch and in it slice by
+            slice; None: all places are taken, on all ranks alike.
+        padded: a micro-batch has tokens that are padding; then routers keep which those are.
+        expert_overlap: rows go to half of a rank's experts at a time.
 
     Raises:
         ConfigError: sizes do not divide, there is no such attention or recompute, or slices stand with another cut of
@@ -68,6 +84,10 @@ class Step:
     recomputed: frozenset[str] | None = None
     scaled: bool = False
     optimizer: str = "adamw"
+    ep: int = 1
+    expert_rows: Mapping[int, Sequence[tuple[int, int]]] | None = None
+    padded: bool = False
+    expert_overlap: bool = False
 
     def __post_init__(self) -> None:
         sizes, groups = self.sizes, self.sizes.groups
@@ -81,6 +101,8 @@ class Step:
             ("heads", sizes.heads, self.tp, "ranks of tp"),
             ("tp and heads of keys and values: the larger,", more, fewer, "the smaller"),
             ("stages", stages, self.pp, "ranks of pp"),
+            ("dp", self.dp, self.ep, "ranks of ep"),
+            ("experts", self.experts or self.ep, self.ep, "ranks of ep"),
         ):
             if parts < 1 or amount < 1 or amount % parts:
                 raise ConfigError(f"{what} {amount} is not divisible by {parts} ({why})")
@@ -118,6 +140,11 @@ class Step:
         return sum(self._partition.layers[stage] for stage in self.stages)
 
     @property
+    def numbers(self) -> list[int]:
+        """Numbers of the blocks on this rank."""
+        return [number for stage in self.stages for number in self.blocks_of(stage)]
+
+    @property
     def is_first(self) -> bool:
         """Whether the embedding is on this rank."""
         return self.pp_rank == 0
@@ -136,7 +163,66 @@ class Step:
 
     def again(self, branch: str) -> int:
         """Blocks on this rank whose attention, or mlp, runs forward twice."""
-        return sum(self.is_recomputed(number, branch) for stage in self.stages for number in self.blocks_of(stage))
+        return sum(self.is_recomputed(number, branch) for number in self.numbers)
+
+    # Experts.
+
+    @property
+    def experts(self) -> int:
+        """E, of a layer that has them; 0: none has."""
+        return 0 if self.sizes.routing is None else self.sizes.routing.experts
+
+    @property
+    def choices(self) -> int:
+        """k, experts of a token."""
+        return 0 if self.sizes.routing is None else self.sizes.routing.top_k
+
+    @property
+    def expert_blocks(self) -> list[int]:
+        """Numbers of the blocks on this rank that have experts."""
+        return [number for number in self.numbers if self.sizes.has_experts(number)]
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Experts of this rank that get their rows in one message: all, or each half of them."""
+        here = self.experts // self.ep
+        return (here // 2, here - here // 2) if self.expert_overlap and self.ep > 1 else (here,)
+
+    @property
+    def passes(self) -> int:
+        """How often a step goes through each block of a rank."""
+        return self.microbatches * len(self.lengths)
+
+    def rows_of(self, block: int, passed: int) -> Rows:
+        """The rows of one pass through a block's experts, by its number in the step.
+
+        Without `expert_rows` as many arrive as leave, b min(k s, E C): every token finds place with all its experts, or
+        every place is taken.  Over the ranks of ep together there cannot be more.
+        """
+        if self.expert_rows is not None:
+            return Rows(*self.expert_rows[block][passed])
+        length = self.lengths[passed % len(self.lengths)]
+        here = self.b * min(self.choices * length, self.experts * self._capacity)
+        return Rows(here, here)
+
+    def at_most(self) -> Step:
+        """The same with the most rows that one rank can get: all tokens of ep that the experts here have room for."""
+        if not self.experts:
+            return self
+        experts = self.experts // self.ep
+        rows = [
+            Rows(
+                self.b * min(self.choices * length, self.experts * self._capacity),
+                self.b * self.ep * min(length * min(self.choices, experts), experts * self._capacity),
+            )
+            for length in self.lengths
+        ] * self.microbatches
+        return replace(self, expert_rows=dict.fromkeys(self.expert_blocks, rows), padded=True)
+
+    @property
+    def _capacity(self) -> int:
+        """C: places of an expert for a row of the batch, without padding."""
+        return 0 if self.sizes.routing is None else self.sizes.routing.capacity(self.sizes.seq_len)
 
     @property
     def keeps_scores(self) -> bool:
