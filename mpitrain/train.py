@@ -48,7 +48,6 @@ from mpitrain.events import listen
 from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
 from mpitrain.memory_table import table as memory_table
 from mpitrain.metrics import MetricsWriter, read_metrics
-from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
 from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
@@ -59,6 +58,7 @@ from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.routing import usual_router
+from mpitrain.sample import sample
 from mpitrain.startup import facts
 
 TRIAL_STEPS = 10
@@ -66,7 +66,6 @@ TRIAL_WARM_UP = 2  # of them, whose times do not count
 BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than the ten that were timed
 LONGEST_ROW = 256  # steps that overlap before the pipeline drains, if neither validation nor a checkpoint drains it
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
-SAMPLE_SHARE = 0.1  # of --timeout: for about so long ranks that wait for the sample hear nothing of it
 SCALING = ("loss_scaling", "loss_scale")
 """Settings with which a resumed run begins its scales anew."""
 OLDER = {"kv_heads": None, "experts": None, "top_k": 1, "router": None, "renormalize": False, "moe_every": 1}
@@ -377,35 +376,10 @@ class Training:
         path.write_text(loss_curve(records, f"{self.config.model} on {self.corpus.source}", caption, unit=unit))
 
     def _sample(self) -> str:
-        val = self.corpus.val
-        is_text = self.corpus.kind == "bytes"
-        start = int(np.argmax(val[:4096] == ord("\n"))) + 1 if is_text and b"\n" in val[:4096].tobytes() else 0
-        prompt = [int(token) for token in val[start : start + max(1, self.config.seq_len // 2)]]
-        tokens = [*prompt, *self._continued(prompt)]
-        text = bytes(tokens).decode("utf-8", errors="replace") if is_text else " ".join(map(str, tokens))
-        path = self.folder / "sample.txt"
+        config, path = self.config, self.folder / "sample.txt"
+        text = sample(self.model, self.mesh, self.corpus, config.sample_length, config.seed, config.timeout)
         together(self.world, lambda: path.write_text(text + "\n", encoding="utf-8"), here=self.reports)
         return text
-
-    def _continued(self, prompt: list[int]) -> list[int]:
-        """What the model writes after a prompt; nothing on ranks that only wait.
-
-        Every replica holds the same weights, so the ranks of one pipeline, tp axis and set of experts write.  The
-        others hear of it every now and then: however long it takes, no message waits for as long as --timeout.
-        """
-        length, seldom = self.config.sample_length, SAMPLE_SHARE * self.config.timeout
-        writes = all(index == 0 for axis, index in self.mesh.coords.items() if axis not in ("pp", "tp", "ep"))
-        more = generate(self.model, prompt, length, seed=self.config.seed)
-        written: list[int] = []
-        done, size = 0, 1
-        while done < length:
-            began = time.perf_counter()
-            if writes:
-                written += islice(more, size)
-            slowest = max(self.world.exchange(time.perf_counter() - began))
-            done += size
-            size = min(length - done, max(1, int(size * seldom / max(slowest, 1e-9))))
-        return written
 
     # -- before the first step ----------------------------------------------------------------------------------------
 

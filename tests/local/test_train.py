@@ -307,7 +307,7 @@ def test_no_rank_waits_for_the_sample_as_long_as_it_takes(tmp_path, text, monkey
             else:
                 waits.append(time.perf_counter() - began.pop())
 
-    monkeypatch.setattr("mpitrain.train.generate", slow)
+    monkeypatch.setattr("mpitrain.sample.generate", slow)
     with listen(listener):
         train(4, tmp_path / "run", text, "--steps", "2", *layout, "--timeout", "1.5", "--sample-length", "60")
     assert sum(waits) > 60 * 0.01
