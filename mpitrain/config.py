@@ -105,7 +105,7 @@ class Config:
     experts: int | None = whole(
         None, "a mixture of so many experts in the place of MLPs", 1, 2**16, unset="default: none, MLPs"
     )
-    top_k: int = whole(1, "experts of a token", 1, 2**16, metavar="K")
+    top_k: int = whole(None, "experts of a token", 1, 2**16, metavar="K", unset="default: 1, gshard 2")
     router: str | None = choice(
         None,
         "how tokens choose: top 1, top 2 with a random second, or top k",
@@ -282,6 +282,8 @@ class Config:
                 value = MODELS[self.model][name]
             if name == "lr" and value is None:
                 value = DEFAULT_LR[self.optimizer]
+            if name == "top_k" and value is None:
+                value = 2 if self.router == "gshard" else 1
             if name == "budget" and value is None and self.steps is None:
                 value = BUDGET
             # The class is frozen for its users; here it is still being made.
@@ -384,6 +386,10 @@ _FILE = Option(
 )
 
 
+OF_A_START = ("run", "resume", "start_timeout", "timeout", "deterministic", "check")
+"""Options that are used before the settings of a run that goes on are known."""
+
+
 def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config:
     """The settings that a command line gives, its `--config` file included; reads that file and nothing else.
 
@@ -392,12 +398,33 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
         saved: settings of a run that goes on, over which file and flags win; those of one start do not count.
 
     A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
-    whatever run.toml says.  So do --steps and --budget replace each other, another optimizer the learning rate, and
-    another loss scaling its scale and window.
+    whatever run.toml says.  So do --steps and --budget replace each other, --dropless and --capacity-factor, another
+    optimizer the learning rate, and another loss scaling its scale and window.
 
     Raises:
         ConfigError: see `mpitrain.options`.
     """
+    merged, flags = _merged(argv, saved)
+    return Config(**_without_defaults(merged, given=flags))
+
+
+def parse_first(argv: Sequence[str]) -> Config:
+    """What a start knows before its ranks have met: of a run that goes on, how they meet and where it is.
+
+    The rest of what such a command line gives is only whole with the settings that were saved: `--resume latest --ep 4`
+    does not say how many experts there are.
+
+    Raises:
+        ConfigError: as `parse`; of a run that goes on only what is wrong by itself.
+    """
+    merged, flags = _merged(argv)
+    if merged.get("resume") is not None:
+        merged = {name: merged[name] for name in OF_A_START if name in merged}
+    return Config(**_without_defaults(merged, given=flags))
+
+
+def _merged(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all levels give, and the flags among it."""
     flags = read_flags(argv, (*OPTIONS.values(), _FILE))
     path = flags.pop("config", None)
     merged: dict[str, Any] = {}
@@ -412,8 +439,12 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
             merged.pop("lr", None)
         if _scaling_in({**merged, **level}) != _scaling_in(merged):
             merged = {name: value for name, value in merged.items() if name not in DEFAULT_SCALE}
+        if level.get("dropless"):
+            merged.pop("capacity_factor", None)
+        if level.get("capacity_factor") is not None:
+            merged.pop("dropless", None)
         merged.update(level)
-    return Config(**_without_defaults(merged, given=flags))
+    return merged, flags
 
 
 def _scaling_in(settings: Mapping[str, Any]) -> str:

@@ -85,8 +85,8 @@ def _check_scale(config: Config) -> None:
 
 
 OF_EXPERTS = {
-    "top_k": 1,
     "router": None,
+    "top_k": 1,
     "capacity_factor": None,
     "dropless": False,
     "renormalize": False,
@@ -107,9 +107,9 @@ def _check_experts(config: Config) -> None:
         given = [name for name, unset in OF_EXPERTS.items() if getattr(config, name) != unset]
         if given:
             value = getattr(config, given[0])
+            shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
             raise ConfigError(
-                f"--{given[0].replace('_', '-')}{'' if value is True else f' {value}'} is for a mixture of experts: "
-                "give their number with --experts."
+                f"--{given[0].replace('_', '-')}{shown} is for a mixture of experts: give their number with --experts."
             )
         return
     if config.dropless and config.recompute_budget is not None:

@@ -81,8 +81,8 @@ class Routing:
         only = {"switch": 1, "gshard": 2}.get(self.router, self.top_k)
         if self.top_k != only:
             raise ConfigError(
-                f"--router {self.router} and --top-k {self.top_k}: its tokens have {only}; --router topk takes any"
-                " number."
+                f"--router {self.router} and --top-k {self.top_k}: its tokens have --top-k {only}; --router topk takes"
+                " any number."
             )
         if self.renormalize and (self.router != "topk" or self.top_k == 1):
             why = (

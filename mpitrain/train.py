@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     mistake: ConfigError | None = None
     try:
-        config = settings.parse(flags)
+        config = settings.parse_first(flags)
     except ConfigError as error:
         if not settings.names_a_file(flags):
             raise  # a mistake in the flags is made by all ranks
@@ -164,7 +164,7 @@ def _settings_of_resumed(flags: list[str], found: Path) -> Config:
         if before != now:
             raise CheckpointError(
                 f"{found} was saved with {name} {before}, now it is {now}.\n"
-                f"A run cannot go on with another {name}: leave the option out, or start a new run."
+                f"A run goes on with the {name} that it began with: leave the option out, or start a new run."
             )
     return config
 

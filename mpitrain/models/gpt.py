@@ -21,6 +21,7 @@ arXiv:1706.03762, section 3.5 (sinusoids).
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +101,7 @@ class GPT(Module):
     ) -> None:
         super().__init__("gpt")
         self.config = config
+        self.made_of = {**asdict(config), "seed": seed, "sequence_parallel": sequence_parallel}
         self.tp = mesh.tp
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.asked_dtype = np.dtype(dtype)

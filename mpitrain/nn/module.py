@@ -64,6 +64,7 @@ class Module:
         num_stages: stages of the whole model.
         stages: numbers of those that this rank holds, ascending.
         branch_scales: of the gradients of the model's residual branches (`BlockScaler`); None: they have none.
+        made_of: the numbers and words that say what the whole model computes, which all ranks must be given alike.
         counted: names and lengths of the vectors that forward passes of the whole model count
             (`mpitrain.autograd.auxiliary`), the same on all ranks; a model that has them has rows to count, too.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
@@ -77,6 +78,7 @@ class Module:
     stages: tuple[int, ...] = (0,)
     recompute: bool = False
     branch_scales: Any = None
+    made_of: Mapping[str, Any] = MappingProxyType({})
     counted: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, name: str = "") -> None:

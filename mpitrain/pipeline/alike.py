@@ -1,18 +1,20 @@
 """What ranks must be given alike, and a model and its executor: compared before the first step.
 
 Ranks with other rows, or other parts that are made again, would wait for messages that nobody sends.  Ranks that update
-in other ways would not wait: their weights would part, and no message would tell.
+in other ways, or whose model computes something else, would not wait: their weights would part, or their sums would mix
+two models, and no message would tell.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpitrain.autograd.function import plain
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import ConfigError, ScheduleError
 from mpitrain.nn.module import Module
@@ -39,16 +41,16 @@ def scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
 def compare_what_is_given(
     mesh: Mesh, model: Module, optimizer: Optimizer, scaler: Scaler | None, rows: Sequence[Any]
 ) -> None:
-    """Refuse rows, recomputation or updates that differ between ranks.  Collective over the world.
+    """Refuse models, rows, recomputation or updates that differ between ranks.  Collective over the world.
 
     Args:
         mesh: the layout.
-        model: whose marked parts are made again in backward; ranks of one stage hold the same.
+        model: what it is made of, and which of its parts are made again in backward; ranks of one stage hold the same.
         optimizer, scaler: what updates it.
         rows: all that says in which order ranks work, as JSON holds it.
 
     Raises:
-        ConfigError: a rank updates in another way.
+        ConfigError: a rank has another model, or updates in another way.
         ScheduleError: a rank has other rows, or makes other parts again; either on every rank.
 
     Cost: one small message.
@@ -57,8 +59,15 @@ def compare_what_is_given(
     again = sorted(module.name for module in model.modules() if module.recompute)
     scaling = None if scaler is None else [type(scaler).__name__, scaler.state_dict()]
     updating = [type(optimizer).__name__, scaling]
-    told = mesh.world.exchange([schedule, [mesh.pp.rank, again], updating])
-    schedules, marks, updates = zip(*told, strict=True)
+    told = mesh.world.exchange([schedule, [mesh.pp.rank, again], updating, _flat(model.made_of)])
+    schedules, marks, updates, models = zip(*told, strict=True)
+    odd = _first(theirs != models[0] for theirs in models)
+    if odd is not None:
+        name, here, there = _first_difference(models[0], models[odd])
+        raise ConfigError(
+            f"rank {odd} has another model than rank 0: {name} is {there}, not {here}.\n"
+            "Give every rank the same numbers."
+        )
     of_stage = {pp_rank: names for pp_rank, names in reversed(marks)}
     odd = _first(names != of_stage[pp_rank] for pp_rank, names in marks)
     if odd is not None:
@@ -78,6 +87,23 @@ def compare_what_is_given(
             f"rank {odd} was given another schedule than rank 0.\nEvery rank needs the rows of all ranks, made from"
             " the same name, micro-batches, chunks and slices."
         )
+
+
+def _flat(numbers: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """{"routing": {"top_k": 2}} as {"routing.top_k": 2}."""
+    found: dict[str, Any] = {}
+    for name, value in numbers.items():
+        found.update(
+            _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": plain(value)}
+        )
+    return found
+
+
+def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """A name, and what the two say of it; None where one does not know it."""
+    names = [*one, *(name for name in other if name not in one)]
+    name = next(name for name in names if one.get(name) != other.get(name))
+    return name, one.get(name), other.get(name)
 
 
 def _first(differs: Any) -> int | None:

@@ -106,7 +106,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     # docs/explanation/mixture-of-experts.md
     "python examples/train_gpt.py --experts 8": (f"python examples/train_gpt.py --experts 8 --steps 2 {TINY}", ""),
     "./run_mpi.sh -n 4 examples/train_gpt.py --experts 8 --top-k 2 --ep 4 --capacity-factor 1.25": (
-        f"mpitrain local -n 2 examples/train_gpt.py --experts 4 --top-k 2 --ep 2 --capacity-factor 1.25 --steps 2 {TINY}",
+        "mpitrain local -n 2 examples/train_gpt.py --experts 4 --top-k 2 --ep 2 --capacity-factor 1.25"
+        f" --steps 2 {TINY}",
         "",
     ),
     "mpitrain verify --layout dp4,ep2 --layout dp2,ep2,tp2,sp --layout dp2,ep2,cp2 -- --experts 4 --top-k 2": (

@@ -15,7 +15,7 @@ from mpitrain import checkpoint, train
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
-from mpitrain.errors import CheckpointError, DataError, MeshError
+from mpitrain.errors import CheckpointError, ConfigError, DataError, MeshError
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
 from mpitrain.optim.scaler import LossScaler
@@ -285,6 +285,23 @@ def test_a_run_with_experts_goes_on_in_another_layout_and_as_no_other_model(tmp_
     assert sample == on_one_rank[1]
 
 
+def test_a_run_with_experts_goes_on_with_no_flag_but_what_changes(tmp_path, text, on_one_rank):
+    """Alone such a flag does not even say that there are experts."""
+    folder = tmp_path / "run"
+    run("", folder, text, "--capacity-factor", "1.25", "--stop-after", "2")
+    go_on = ["--run", str(folder), "--resume", "latest"]
+    with pytest.raises(ConfigError, match="--experts 4 is not divisible by --ep 3"):
+        LocalWorld(3).run(train.main, [*go_on, "--ep", "3"])
+    LocalWorld(2).run(train.main, [*go_on, "--ep", "2", "--stop-after", "3"])
+    LocalWorld(1).run(train.main, [*go_on, "--ep", "1", "--dropless"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses, wanted = ([step["loss"] for step in steps[:3]] for steps in (lines, on_one_rank[0]))
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    dropped = [line["routing"]["blocks.1.mlp"]["dropped"] for line in lines]
+    assert all(dropped[:3])
+    assert dropped[3] == 0
+
+
 def test_a_run_that_was_saved_before_there_were_experts_goes_on(tmp_path, text):
     """Its settings do not name them."""
     folder = tmp_path / "run"
@@ -300,3 +317,26 @@ def test_a_run_that_was_saved_before_there_were_experts_goes_on(tmp_path, text):
         LocalWorld(1).run(train.main, ["--run", str(folder), "--resume", "latest", "--experts", "4"])
     LocalWorld(1).run(train.main, ["--run", str(folder), "--resume", "latest"])
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (
+            {"routing": Routing(4, z_loss=1e-3, every=2, capacity_factor=0.5)},
+            "routing.capacity_factor is 0.5, not 1.25",
+        ),
+        ({"routing": Routing(4, z_loss=1e-3, every=2, jitter=0.1)}, "routing.jitter is 0.1, not 0.0"),
+        ({"routing": Routing(4, 2, "topk", z_loss=1e-3, every=2)}, "routing.top_k is 2, not 1"),
+        ({"routing": None}, "routing.experts is None, not 4"),
+        ({"dropout": 0.25}, "dropout is 0.25, not 0.0"),
+    ],
+)
+def test_ranks_with_different_models_are_told_so_before_the_first_step(other, text):
+    def main():
+        mesh = Mesh(world(), dp=2, ep=2, tp=2)
+        executor_of(mesh, replace(SWITCH, **other) if world().rank == 2 else SWITCH)
+
+    with pytest.raises(ConfigError) as error:
+        LocalWorld(4).run(main)
+    assert f"rank 2 has another model than rank 0: {text}" in str(error.value)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.config import MODELS, OPTIONS, Config, load, parse, usage, wants_help, write
+from mpitrain.config import MODELS, OPTIONS, Config, load, parse, parse_first, usage, wants_help, write
 from mpitrain.config_rules import check_layout, check_memory
 from mpitrain.errors import ConfigError
 from mpitrain.options import Interval, _toml, show
@@ -65,6 +65,28 @@ def test_another_loss_scaling_takes_the_scale_of_the_one_before_away():
     assert parse(["--loss-scaling", "dynamic"], saved).first_scale == 1024.0
     assert parse(["--loss-scaling", "blocks"], saved).loss_scale is None
     assert parse(["--loss-scaling", "static", "--loss-scale", "8"], saved).first_scale == 8.0
+
+
+def test_dropless_and_a_capacity_replace_each_other_from_level_to_level(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("experts = 4\ncapacity_factor = 1.5\n")
+    assert parse(["--config", str(path), "--dropless"]).routing.capacity_factor is None
+    path.write_text("experts = 4\ndropless = true\n")
+    assert parse(["--config", str(path), "--capacity-factor", "2"]).routing.capacity_factor == 2
+    with pytest.raises(ConfigError, match="--dropless and --capacity-factor 2"):
+        parse(["--config", str(path), "--capacity-factor", "2", "--dropless"])
+
+
+@pytest.mark.parametrize("flags", [["--ep", "4"], ["--microbatches", "32"]])
+def test_flags_of_a_run_that_goes_on_need_not_be_whole_by_themselves(flags):
+    go_on = ["--run", "runs/a", "--resume", "latest", "--timeout", "7"]
+    c = parse_first([*flags, *go_on])
+    assert (c.run, c.resume, c.timeout) == ("runs/a", "latest", 7)
+    for alone in (flags, [*flags, *go_on[:2]]):
+        with pytest.raises(ConfigError):
+            parse_first(alone)
+    with pytest.raises(ConfigError, match="--ep x"):
+        parse_first([*go_on, "--ep", "x"])
 
 
 def test_the_budget_becomes_steps_once():

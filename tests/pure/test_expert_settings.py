@@ -41,6 +41,7 @@ def test_without_experts_there_is_no_routing_and_their_options_say_what_is_missi
         ("--experts 8 --top-k 3 --capacity-factor 2", "topk", 2.0, 0.01),
         ("--experts 8 --top-k 2 --router topk --dropless", "topk", None, 0.01),
         ("--experts 8 --top-k 2 --balance-loss 0", "gshard", 1.25, 0.0),
+        ("--experts 8 --router gshard", "gshard", 1.25, 0.64),
     ],
 )
 def test_the_number_of_experts_a_token_decides_what_is_not_given(flags, router, factor, balance):
@@ -52,8 +53,8 @@ def test_the_number_of_experts_a_token_decides_what_is_not_given(flags, router, 
     ("flags", "text"),
     [
         ("--experts 4 --top-k 5", "--top-k 5 of --experts 4"),
-        ("--experts 4 --router switch --top-k 2", "--router switch and --top-k 2: its tokens have 1"),
-        ("--experts 4 --router gshard", "--router gshard and --top-k 1: its tokens have 2"),
+        ("--experts 4 --router switch --top-k 2", "--router switch and --top-k 2: its tokens have --top-k 1"),
+        ("--experts 4 --router gshard --top-k 1", "--router gshard and --top-k 1: its tokens have --top-k 2"),
         ("--experts 4 --renormalize", "the router would learn nothing"),
         ("--experts 4 --top-k 2 --renormalize", "gshard's weights sum to 1 anyway"),
         ("--experts 4 --dropless --capacity-factor 2", "leave one of the two out"),
@@ -139,8 +140,11 @@ def test_what_a_step_counted_is_read_back():
     loads = of_model({"blocks.1.mlp": tuple(numbers), "blocks.3.mlp": tuple(vector(np.zeros(4)))}, 2)
     metrics = for_metrics(loads)
     assert metrics["balance_loss"] == 1.25
+    assert metrics["z_loss"] == 0.5
     assert metrics["routing"]["blocks.1.mlp"] == {"load": [6, 2, 0, 0], "dropped": 3, "held_back": 0, "entropy": 0.5}
     assert "3.00 times" in in_words(loads)
     assert "37.5 %" in in_words(loads)
     assert for_metrics({}) == {}
+    alone = for_metrics(of_model({"blocks.1.mlp": tuple(vector(np.array([6, 2]), tokens=8.0, balance=2.0))}, 2))
+    assert "z_loss" not in alone  # which nobody has asked for
     assert read(tuple(vector(np.zeros(4))), rows=0).dropped_share == 0.0  # a step without a token divides by nothing

@@ -82,7 +82,7 @@ def of_model(counted: Mapping[str, Sequence[float]], rows: int) -> dict[str, Loa
 
 
 def for_metrics(loads: Mapping[str, Load]) -> dict[str, Any]:
-    """What the file of metrics has of a step: the losses, means over layers, and `routing` layer by layer."""
+    """What the file of metrics has of a step: the losses that the layers have, as means over them, and `routing`."""
     if not loads:
         return {}
     layers = {
@@ -94,19 +94,21 @@ def for_metrics(loads: Mapping[str, Load]) -> dict[str, Any]:
         }
         for name, load in loads.items()
     }
-    number = len(loads)
-    return {
-        "balance_loss": sum(load.balance_loss for load in loads.values()) / number,
-        "z_loss": sum(load.z_loss for load in loads.values()) / number,
-        "routing": layers,
-    }
+    losses = {"balance_loss": _balance(loads), "z_loss": sum(load.z_loss for load in loads.values()) / len(loads)}
+    return {**{name: mean for name, mean in losses.items() if mean != 0.0}, "routing": layers}
 
 
 def in_words(loads: Mapping[str, Load]) -> str:
     """The least even layer in one line."""
     name, load = max(loads.items(), key=lambda item: item[1].busiest)
+    balance = _balance(loads)
     return (
         f"busiest of {len(load.asked)} has {load.busiest:.2f} times its share ({name}), "
-        f"{100 * max(each.dropped_share for each in loads.values()):.1f} % of choices dropped at most, "
-        f"balance loss {sum(each.balance_loss for each in loads.values()) / len(loads):.3f}"
+        f"{100 * max(each.dropped_share for each in loads.values()):.1f} % of choices dropped at most"
+        + (f", balance loss {balance:.3f}" if balance else "")
     )
+
+
+def _balance(loads: Mapping[str, Load]) -> float:
+    """The mean over layers; 0 where none has the loss, whose least value is above it."""
+    return sum(load.balance_loss for load in loads.values()) / len(loads)
