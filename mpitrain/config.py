@@ -37,7 +37,7 @@ from mpitrain.options import (
     whole,
 )
 from mpitrain.pipeline.schedules import DEFAULT_CHUNKS, SCHEDULES
-from mpitrain.routing import DEFAULT_BALANCE, DEFAULT_CAPACITY, ROUTERS, Routing, usual_balance, usual_router
+from mpitrain.routing import DEFAULT_BALANCE, DEFAULT_CAPACITY, ROUTERS, Routing
 
 MODELS: Mapping[str, Mapping[str, int]] = {
     "gpt-tiny": {"layers": 2, "width": 32, "heads": 2, "seq_len": 32},
@@ -114,14 +114,14 @@ class Config:
     )
     capacity_factor: float | None = number(
         None,
-        "room of all experts, as a multiple of what is chosen; what finds none is dropped",
+        "room of an expert, as a multiple of an even share of a sequence's tokens; who finds none is dropped",
         Interval(0, 10**6, above=True),
         metavar="F",
         unset=f"default: {DEFAULT_CAPACITY:g}",
     )
     dropless: bool = switch(False, "experts take all that come, as they do in evaluation")
     renormalize: bool = switch(False, "--router topk: the weights of a token's experts sum to 1")
-    moe_every: int = whole(1, "experts in every so manieth block, in the others MLPs", 1, 1000)
+    moe_every: int = whole(1, "1: experts in all blocks; 2: in every second one; ...; in the others MLPs", 1, 1000)
     balance_loss: float | None = number(
         None,
         "coefficient of the loss that spreads tokens over experts",
@@ -312,19 +312,18 @@ class Config:
         """The numbers of the mixture of experts; None: there is none."""
         if self.experts is None:
             return None
-        router = self.router or usual_router(self.top_k)
-        balance = usual_balance(router, self.experts) if self.balance_loss is None else self.balance_loss
         capacity = DEFAULT_CAPACITY if self.capacity_factor is None else self.capacity_factor
+        given = {"router": self.router, "balance_loss": self.balance_loss}
+        named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return Routing(
             experts=self.experts,
             top_k=self.top_k,
-            router=router,
             capacity_factor=None if self.dropless else capacity,
             renormalize=self.renormalize,
-            balance_loss=balance,
             z_loss=self.z_loss,
             jitter=self.jitter,
             every=self.moe_every,
+            **named,
         )
 
     @property

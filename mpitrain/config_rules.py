@@ -342,8 +342,9 @@ def check_memory(
     activations = rows * config.seq_len * config.width * config.layers * stored // (stream * config.pp)
     needed = (weights + activations) * ranks_on_host
     if needed > host_bytes:
+        experts = "" if config.experts is None else f" --experts {config.experts}"
         raise ConfigError(
-            f"--layers {config.layers} --width {config.width} --seq-len {config.seq_len} --batch {config.batch}: "
-            f"{num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks_on_host} ranks,\n"
+            f"--layers {config.layers} --width {config.width} --seq-len {config.seq_len} --batch {config.batch}"
+            f"{experts}: {num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks_on_host} ranks,\n"
             f"but this machine has {host_bytes / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches."
         )

@@ -16,9 +16,11 @@ whatever the layout, so every layout drops the same ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -42,38 +44,55 @@ def usual_balance(router: str, experts: int) -> float:
     return DEFAULT_BALANCE * (experts**2 if router == "gshard" else 1)
 
 
+def _found() -> Any:
+    """A field that may be left out: what it is then follows from the others."""
+    return field(default=None)
+
+
 @dataclass(frozen=True)
 class Routing:
     """The numbers of a mixture of experts.
 
     Attributes:
         experts: E, in each layer that has them.
-        top_k: k, experts of a token.
-        router: switch (k = 1), gshard (k = 2) or topk.
+        top_k: k, experts of a token; where it is not given 1, for gshard 2.
+        router: switch (k = 1), gshard (k = 2) or topk; where it is not given, by k.
         capacity_factor: places of all experts together, as a multiple of the k T choices of a row's T tokens; None:
             dropless, an expert takes all that come.
         renormalize: topk: whether a token's weights sum to 1.
-        balance_loss: coefficient of the loss that spreads tokens over experts, in the router's own definition.
+        balance_loss: coefficient of the loss that spreads tokens over experts, in the router's own definition; where it
+            is not given `usual_balance`.
         z_loss: coefficient of the mean square of the log of the router's partition function (Zoph et al. 2022,
             arXiv:2202.08906, equation 5).
         jitter: in training the router's input is multiplied with uniform numbers in [1 - jitter, 1 + jitter].
-        every: blocks with experts are every so manieth: 2 is every other, the second first.
+        every: 1: all blocks have experts; 2: the second, fourth, sixth ...; 3: the third, sixth ...
 
     Raises:
         ConfigError: numbers that do not go together.
     """
 
     experts: int
-    top_k: int = 1
-    router: str = "switch"
+    top_k: int = _found()
+    router: str = _found()
     capacity_factor: float | None = DEFAULT_CAPACITY
     renormalize: bool = False
-    balance_loss: float = DEFAULT_BALANCE
+    balance_loss: float = _found()
     z_loss: float = 0.0
     jitter: float = 0.0
     every: int = 1
 
     def __post_init__(self) -> None:
+        given = {"experts": self.experts, "top_k": self.top_k, "every": self.every}
+        for name, value in given.items():
+            if not (value is None and name == "top_k") and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise ConfigError(f"Routing: {name} {value!r} must be a whole number.")
+        # The class is frozen for its users; here it is still being made.
+        if self.top_k is None:
+            object.__setattr__(self, "top_k", 2 if self.router == "gshard" else 1)
+        if self.router is None:
+            object.__setattr__(self, "router", usual_router(self.top_k))
+        if self.balance_loss is None:
+            object.__setattr__(self, "balance_loss", usual_balance(self.router, self.experts))
         if self.experts < 1 or not 1 <= self.top_k <= self.experts:
             raise ConfigError(f"--top-k {self.top_k} of --experts {self.experts}: a token has from 1 to all of them.")
         if self.router not in ROUTERS:
@@ -93,13 +112,22 @@ class Routing:
             raise ConfigError(f"--renormalize is for --router topk with 2 experts a token or more: {why}.")
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ConfigError(f"--capacity-factor {self.capacity_factor}: must be above 0.")
-        if self.every < 1 or not 0 <= self.jitter < 1 or min(self.balance_loss, self.z_loss) < 0:
-            raise ConfigError("experts: every is 1 or more, jitter in [0, 1), coefficients of losses are not negative.")
+        in_range = self.every >= 1, 0 <= self.jitter < 1, 0 <= self.balance_loss < math.inf, 0 <= self.z_loss < math.inf
+        if not all(in_range):
+            raise ConfigError(
+                f"Routing: every {self.every}, jitter {self.jitter:g}, balance_loss {self.balance_loss:g} and z_loss"
+                f" {self.z_loss:g} must be 1 or more, in [0, 1), and 0 or more."
+            )
 
     @property
     def normalizes(self) -> bool:
         """Whether a token's weights sum to 1, before anything is dropped."""
         return self.renormalize or self.router == "gshard"
+
+    @property
+    def least_balance(self) -> float:
+        """The balance loss of a router that uses all experts alike, in its own definition."""
+        return self.experts**-2.0 if self.router == "gshard" else 1.0
 
     @property
     def counted_choices(self) -> int:

@@ -360,9 +360,9 @@ class Training:
         curve = self.folder / "loss.svg"
         together(self.world, lambda: self._draw_curve(curve), here=self.reports)
         self._say(f"curve {curve}")
-        report = self.executor.report
-        if report is not None and report.counted:
-            self._say(f"experts of the last step: {in_words(of_model(report.counted, report.rows))}")
+        report, routing = self.executor.report, self.config.routing
+        if report is not None and routing is not None:
+            self._say(f"experts of the last step: {in_words(of_model(report.counted, report.rows), routing)}")
         if last < steps:
             self._say(f"stopped after step {last} of {steps}; go on with: --run {self.folder} --resume latest")
         elif self.config.sample_length:
@@ -372,8 +372,11 @@ class Training:
     def _draw_curve(self, path: Path) -> None:
         unit = "nats/byte" if self.corpus.kind == "bytes" else "nats/token"
         records = list(read_metrics(self.folder / "metrics.jsonl"))
-        caption = f"{self.config.batch} x {self.config.seq_len} tokens a step, {self.world.size} ranks"
-        path.write_text(loss_curve(records, f"{self.config.model} on {self.corpus.source}", caption, unit=unit))
+        config, ranks = self.config, self.world.size
+        caption = f"{config.batch} x {config.seq_len} tokens a step, {ranks} rank{'s' if ranks > 1 else ''}"
+        experts = "" if config.experts is None else f", {config.experts} expert{'s' if config.experts > 1 else ''},"
+        title = f"{config.model}{experts} on {self.corpus.source}"
+        path.write_text(loss_curve(records, title, caption, unit=unit))
 
     def _sample(self) -> str:
         config, path = self.config, self.folder / "sample.txt"

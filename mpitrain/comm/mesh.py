@@ -181,7 +181,11 @@ def _fit(world: World, pp: int, dp: int | None, cp: int, tp: int, ep: int) -> in
             + (", or leave out --dp" if world.size % others == 0 else "")
         )
     if dp % ep:
-        raise MeshError(f"--ep {ep} does not divide dp {dp}: experts are spread over ep of the dp ranks")
+        smaller = max(size for size in range(1, min(ep, dp) + 1) if dp % size == 0)
+        raise MeshError(
+            f"--ep {ep} does not divide dp {dp}: experts are spread over ep of the dp ranks.  Take --ep {smaller}, or"
+            f" {others * ep} ranks: {_command(world, others * ep)}"
+        )
     return dp
 
 

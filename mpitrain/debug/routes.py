@@ -80,11 +80,14 @@ def table(routes: Routes, path: str) -> str:
 _STYLE = """
 text { font: 12.5px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #57606a }
 .back { fill: #ffffff } .title { font-size: 15px; font-weight: 600; fill: #1f2328 }
-.cell { fill: #0969da } .on { fill: #ffffff } .name { text-anchor: end } .middle { text-anchor: middle }
+.cell { fill: #0969da } .share { fill: #1f2328 } .on { fill: #ffffff }
+.name { text-anchor: end } .middle { text-anchor: middle }
 @media (prefers-color-scheme: dark) {
-text { fill: #9198a1 } .back { fill: #0d1117 } .title { fill: #f0f6fc } .cell { fill: #388bfd } .on { fill: #ffffff }
+text { fill: #9198a1 } .back { fill: #0d1117 } .title, .share, .on { fill: #f0f6fc } .cell { fill: #1f6feb }
 }"""
 _CELL, _ROW = 40, 24
+_SHOWN = 0.05  # a share below it has no number in its cell
+_DARK = 0.85  # from here on white is easier to read on a cell than black
 
 
 def heat_map(routes: Routes, title: str) -> str:
@@ -92,13 +95,15 @@ def heat_map(routes: Routes, title: str) -> str:
 
     Percentages of 5 and more stand in their cells.
     """
-    left = 7 * max(map(len, routes.names)) + 26
+    left = 7 * max(map(len, (*routes.names, "expert"))) + 26
     panel = left + _CELL * routes.experts + 14
-    height = 92 + _ROW * len(routes.names)
+    bottom = 80 + _ROW * len(routes.names)
+    height = bottom + 32
     parts = [f'<text class="title" x="16" y="27">{escape(title)}</text>']
     for place, path in enumerate(routes.counts):
         x0 = place * panel + left
         parts.append(f'<text x="{x0}" y="52">{escape(path)}</text>')
+        parts.append(f'<text class="name" x="{x0 - 10}" y="72">expert</text>')
         for expert in range(routes.experts):
             parts.append(f'<text class="middle" x="{x0 + (expert + 0.5) * _CELL:g}" y="72">{expert}</text>')
         for row, (name, shares) in enumerate(zip(routes.names, routes.shares(path), strict=True)):
@@ -110,9 +115,11 @@ def heat_map(routes: Routes, title: str) -> str:
                     f'<rect class="cell" x="{x}" y="{y}" width="{_CELL - 2}" height="{_ROW - 2}" rx="2"'
                     f' fill-opacity="{max(0.04, share):.2f}"/>'
                 )
-                if share >= 0.05:
-                    on = "middle on" if share >= 0.5 else "middle"
-                    parts.append(f'<text class="{on}" x="{x + _CELL / 2 - 1:g}" y="{y + 16}">{100 * share:.0f}</text>')
+                if share >= _SHOWN:
+                    on = "on" if share >= _DARK else "share"
+                    middle = x + _CELL / 2 - 1
+                    parts.append(f'<text class="middle {on}" x="{middle:g}" y="{y + 16}">{100 * share:.0f}</text>')
+    parts.append(f'<text x="16" y="{bottom + 19}">A cell without a number is below {100 * _SHOWN:.0f} %.</text>')
     width = panel * max(1, len(routes.counts))
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'

@@ -42,7 +42,7 @@ from mpitrain.optim.scaler import BlockScaler
 from mpitrain.parallel import context
 from mpitrain.parallel.expert.counted import length
 from mpitrain.parallel.expert.experts import check
-from mpitrain.parallel.expert.moe import OF_EVALUATION, Tokens
+from mpitrain.parallel.expert.moe import OF_EVALUATION, RoutedTokens
 from mpitrain.parallel.sequence import SEQUENCE, between
 from mpitrain.parallel.stages import Links, check_whole, pass_through, stages_here
 from mpitrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, cross_entropy
@@ -121,6 +121,7 @@ class GPT(Module):
             check(
                 "experts", routing.experts, 4 * config.width, mesh.ep, mesh.tp
             )  # also where this rank's stages have no experts
+            self.adds_losses = True
             self.counted = {f"blocks.{n}.mlp": length(routing.experts) for n in routing.layers(config.layers)}
         self._draws = config.dropout > 0 or (routing is not None and routing.draws)
         self.partition = balance([1.0] * config.layers, mesh.pp.size) if partition is None else partition
@@ -203,13 +204,13 @@ class GPT(Module):
             return (x,)
         return (cross_entropy(self._scores(x), batch.targets, self.tp, vocab=self.config.vocab),)
 
-    def _tokens(self, batch: Batch) -> Tokens:
+    def _tokens(self, batch: Batch) -> RoutedTokens:
         """What experts need to know of a batch on the host."""
         if self.config.routing is None:
             return OF_EVALUATION
         real = batch.real
         here = None if real is None else to_device(real, self.like)
-        return Tokens(batch.training, None, batch.positions, batch.row_lengths, here)
+        return RoutedTokens(batch.training, None, batch.positions, batch.row_lengths, here)
 
     def boundary(self, stage: int, batch: Batch) -> tuple[Boundary, ...]:
         return self._boundary(*batch.inputs.shape) if stage else ()

@@ -18,7 +18,7 @@ from mpitrain.autograd.ops.branch import Scales, enter_branch, leave_branch
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.comm.mesh import Mesh
-from mpitrain.errors import ShapeError
+from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, LayerNorm, Residual
 from mpitrain.nn.module import Module
@@ -26,7 +26,7 @@ from mpitrain.nn.parameter import Parameter
 from mpitrain.parallel import context
 from mpitrain.parallel.context.layout import same_document
 from mpitrain.parallel.expert import Moe
-from mpitrain.parallel.expert.moe import OF_EVALUATION, Tokens
+from mpitrain.parallel.expert.moe import OF_EVALUATION, RoutedTokens
 from mpitrain.parallel.grouped import GroupedColumns
 from mpitrain.parallel.sequence import between
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
@@ -55,6 +55,14 @@ class GPTConfig:
     gelu: str = "tanh"
     kv_heads: int | None = None
     routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        if self.routing is not None and not isinstance(self.routing, Routing):
+            raise ConfigError(f"GPTConfig: routing {self.routing!r} must be a Routing, as Routing(8).")
+        if self.routing is not None and self.routing.every > self.layers:
+            raise ConfigError(
+                f"GPTConfig: no block of {self.layers} would have experts, with every={self.routing.every}."
+            )
 
     @property
     def groups(self) -> int:
@@ -165,7 +173,7 @@ class Pass(NamedTuple):
     positions: Array | None = None
     documents: Array | None = None
     carry: Carry | None = None
-    tokens: Tokens = OF_EVALUATION
+    tokens: RoutedTokens = OF_EVALUATION
 
 
 PLAIN = Pass()

@@ -65,8 +65,10 @@ class Module:
         stages: numbers of those that this rank holds, ascending.
         branch_scales: of the gradients of the model's residual branches (`BlockScaler`); None: they have none.
         made_of: the numbers and words that say what the whole model computes, which all ranks must be given alike.
-        counted: names and lengths of the vectors that forward passes of the whole model count
-            (`mpitrain.autograd.auxiliary`), the same on all ranks; a model that has them has rows to count, too.
+        adds_losses: whether forward passes of the whole model add losses of their own
+            (`mpitrain.autograd.auxiliary`), so that the rows over which their means go are counted.
+        counted: names and lengths of the vectors that forward passes of the whole model count there, the same on all
+            ranks.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
     """
 
@@ -79,6 +81,7 @@ class Module:
     recompute: bool = False
     branch_scales: Any = None
     made_of: Mapping[str, Any] = MappingProxyType({})
+    adds_losses: bool = False
     counted: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, name: str = "") -> None:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from mpitrain.autograd.auxiliary import Said
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.errors import ConfigError, ShapeError
 
@@ -64,6 +65,28 @@ def check_outputs(model: Any, stage: int, batch: Any, outputs: Any) -> tuple[Ten
             "One of them is wrong: what a stage hands on is what the next one waits for."
         )
     return tuple(outputs)
+
+
+def check_said(model: Any, said: Said) -> None:
+    """Refuse losses and counts of a forward pass of which the model has not said that there are any.
+
+    Raises:
+        ConfigError: it added a loss, but `adds_losses` is not set; it counted what `counted` does not know, or as many
+            numbers as it does not say.
+    """
+    own = type(model).__name__
+    if said.losses and not model.adds_losses:
+        raise ConfigError(
+            f"{said.losses[0].name} adds a loss to the objective, but {own} does not say so: without it nobody counts"
+            f" the rows over which the mean goes.\nSet adds_losses = True on {own}."
+        )
+    for name, vector in said.counts.items():
+        if model.counted.get(name) != vector.size:
+            known = ", ".join(f"{known!r}: {length}" for known, length in model.counted.items())
+            raise ConfigError(
+                f"{name!r} counts {vector.size} numbers, of which counted of {own} knows nothing: it is"
+                f" {{{known}}}.\nIt names every vector with its length, the same on all ranks."
+            )
 
 
 def check_takes_slices(model: Any) -> None:

@@ -32,7 +32,7 @@ from mpitrain.data.tokens import Batch
 from mpitrain.errors import ScheduleError
 from mpitrain.events import LISTENERS, Event, Listener, tell
 from mpitrain.nn.module import Module
-from mpitrain.nn.stage_output import check_takes_slices, checked_boundary
+from mpitrain.nn.stage_output import check_said, check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import Scaler
 from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
@@ -330,7 +330,7 @@ class Executor:
 
     def _count(self, number: int, run: Running) -> None:
         mine = [sum(micro.count for micro in run.micros[number])]
-        if self.model.counted:  # what it adds to the objective is a mean over rows
+        if self.model.adds_losses:  # means over rows
             mine.append(sum(micro.rows for micro in run.micros[number]))
         targets, *rows = self._axis.all_reduce(np.array(mine, np.int64))
         run.targets[number] = int(targets)
@@ -379,6 +379,7 @@ class Executor:
             self.versions.enter(key, run.plan.batch_of(action))
         with collect() as said, Tape() as tape:
             outputs = self.model.run_stage(stage, run.part(action), *inputs, carry=carry)
+        check_said(self.model, said)
         flight = run.flying[key] = Flight(tape, inputs, outputs, carry, said.losses)
         said.add_to(run.counts[run.plan.batch_of(action)])
         if stage == self.model.num_stages - 1:

@@ -19,7 +19,7 @@ from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.parallel.expert.assign import Assignment, assign, choose
-from mpitrain.parallel.expert.moe import Moe, Tokens
+from mpitrain.parallel.expert.moe import Moe, RoutedTokens
 from mpitrain.rng import Draw
 from mpitrain.routing import Routing
 
@@ -273,7 +273,7 @@ def test_second_experts_are_sent_as_often_as_their_weight_says() -> None:
     moe = Moe("moe", Routing(4, 2, "gshard"), 4, 4, Mesh(World(checks.Alone(), "none")))
     b, s = 20, 500
     ids = np.broadcast_to(np.array([2, 1]), (b, s, 2))
-    tokens = Tokens(training=True, draw=Draw(0, 1, np.arange(b), np.arange(s)))
+    tokens = RoutedTokens(training=True, draw=Draw(0, 1, np.arange(b), np.arange(s)))
     codes = moe._drawn(ids, np.broadcast_to(np.array([0.7, 0.3]), ids.shape), tokens)
     assert (codes[..., 0] == 2).all()
     assert set(codes[..., 1].flat) == {1, ~1}

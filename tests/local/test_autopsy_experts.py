@@ -106,16 +106,16 @@ def test_a_weight_of_one_expert_that_is_not_finite_is_named_with_the_rank_that_h
         ),
         (
             LAYOUTS["dp2,ep2,tp2,sp"],
-            checks.Place("forward", 1, "F1@0", "blocks.1.mlp.router", "matmul"),
+            checks.Place("forward", 1, "F1@0", "blocks.1.mlp.router", "linear"),
             "forward",
-            "matmul",
+            "linear",
         ),
         (LAYOUTS["dp2,ep2,tp2"], checks.Place("forward", 3, "F0@0", "blocks.0.mlp", "softmax"), "forward", "softmax"),
         (
             LAYOUTS["dp2,ep2,cp2"],
-            checks.Place("forward", 3, "F0@0", "blocks.0.mlp.router", "matmul"),
+            checks.Place("forward", 3, "F0@0", "blocks.0.mlp.router", "linear"),
             "forward",
-            "matmul",
+            "linear",
         ),
         (
             LAYOUTS["dp2,ep2,pp2"],

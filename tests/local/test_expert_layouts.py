@@ -27,8 +27,9 @@ from mpitrain.config import parse
 from mpitrain.config_rules import check_layout
 from mpitrain.errors import ConfigError, MeshError, ShapeError
 from mpitrain.models.gpt import GPT
-from mpitrain.parallel.expert.moe import Moe, Tokens
+from mpitrain.parallel.expert.moe import Moe, RoutedTokens
 from mpitrain.parallel.expert.router import balance_loss
+from mpitrain.rng import Draw
 from mpitrain.routing import Routing
 
 
@@ -213,8 +214,14 @@ def identity(made: Moe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made.experts, "_through", lambda rows, *counts: rows)
 
 
-def training(batch: int, length: int) -> Tokens:
-    return Tokens(training=True, lengths=np.full(batch, length))
+def all_seconds_go(made: Moe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the draw of GShard's second experts hold none back."""
+    monkeypatch.setattr(made, "_drawn", lambda ids, *_: ids)
+
+
+def training(batch: int, length: int) -> RoutedTokens:
+    draw = Draw(0, 0, np.arange(batch), np.arange(length))
+    return RoutedTokens(training=True, draw=draw, lengths=np.full(batch, length))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, None])
@@ -239,11 +246,12 @@ def test_a_factor_of_all_experts_over_k_drops_nothing_and_is_dropless() -> None:
         assert whole.data.tobytes() == free.data.tobytes()
 
 
-def test_evaluation_is_dropless_and_adds_no_loss() -> None:
+def test_evaluation_is_dropless_and_adds_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layer(checks.router("gshard", 0.5))
     x = Tensor(np.random.default_rng(0).normal(size=(3, 16, 8)))
     free = layer(checks.router("gshard", None, jitter=0.0))
-    (y, losses), (wanted, _) = made(x, Tokens()), free(x, training(3, 16))
+    all_seconds_go(free, monkeypatch)
+    (y, losses), (wanted, _) = made(x, RoutedTokens()), free(x, training(3, 16))
     assert losses == []
     assert np.array_equal(y.data, wanted.data)
 
@@ -278,6 +286,7 @@ def test_with_room_for_all_the_weights_of_a_token_sum_to_one(monkeypatch: pytest
     for routing in (Routing(4, 2, "gshard", capacity_factor=2.0), Routing(4, 3, "topk", 8.0, renormalize=True)):
         made = layer(routing)
         identity(made, monkeypatch)
+        all_seconds_go(made, monkeypatch)
         x = np.random.default_rng(0).normal(size=(2, 16, 8))
         y, _ = made(Tensor(x), training(2, 16))
         np.testing.assert_allclose(y.data, x, rtol=1e-14)

@@ -47,10 +47,21 @@ def test_counts_of_ranks_are_added_up():
 
 def test_the_picture_is_a_file_of_its_own_with_a_cell_for_each_kind_and_expert():
     routes = Routes(["a < b", "c"], experts=3)
-    routes.counts["blocks.0.mlp"] = np.array([[96, 3, 1], [0, 0, 7]])
+    routes.counts["blocks.0.mlp"] = np.array([[56, 43, 1], [0, 0, 7]])
     root = ElementTree.fromstring(heat_map(routes, "Who & what"))
     name = "{http://www.w3.org/2000/svg}"
     cells = [r for r in root.iter(f"{name}rect") if r.get("class") == "cell"]
     assert len(cells) == 6
     texts = [t.text for t in root.iter(f"{name}text")]
-    assert texts == ["Who & what", "blocks.0.mlp", "0", "1", "2", "a < b", "96", "c", "100"]
+    cells = ["a < b", "56", "43", "c", "100"]
+    note = "A cell without a number is below 5 %."
+    assert texts == ["Who & what", "blocks.0.mlp", "expert", "0", "1", "2", *cells, note]
+
+
+def test_a_number_is_dark_on_all_but_the_darkest_cells():
+    routes = Routes(["a"], experts=3)
+    routes.counts["mlp"] = np.array([[84, 10, 6]])
+    middling = heat_map(routes, "")
+    routes.counts["mlp"] = np.array([[90, 10, 0]])
+    assert middling.count('class="middle share"') == 3
+    assert heat_map(routes, "").count('class="middle on"') == 1

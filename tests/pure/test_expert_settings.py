@@ -142,8 +142,8 @@ def test_what_a_step_counted_is_read_back():
     assert metrics["balance_loss"] == 1.25
     assert metrics["z_loss"] == 0.5
     assert metrics["routing"]["blocks.1.mlp"] == {"load": [6, 2, 0, 0], "dropped": 3, "held_back": 0, "entropy": 0.5}
-    assert "3.00 times" in in_words(loads)
-    assert "37.5 %" in in_words(loads)
+    assert "3.00 times" in in_words(loads, Routing(4))
+    assert "37.5 %" in in_words(loads, Routing(4))
     assert for_metrics({}) == {}
     alone = for_metrics(of_model({"blocks.1.mlp": tuple(vector(np.array([6, 2]), tokens=8.0, balance=2.0))}, 2))
     assert "z_loss" not in alone  # which nobody has asked for

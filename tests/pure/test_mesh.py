@@ -121,8 +121,18 @@ RUN = "Run: mpitrain local -n"
         (4, {"dp": -1}, f"--dp -1: {WHOLE}"),
         (4, {"cp": 2.0}, f"--cp 2.0: {WHOLE}"),
         (4, {"pp": True}, f"--pp True: {WHOLE}"),
-        (4, {"dp": 4, "ep": 3}, "--ep 3 does not divide dp 4: experts are spread over ep of the dp ranks"),
-        (4, {"tp": 4, "ep": 2}, "--ep 2 does not divide dp 1: experts are spread over ep of the dp ranks"),
+        (
+            4,
+            {"dp": 4, "ep": 3},
+            "--ep 3 does not divide dp 4: experts are spread over ep of the dp ranks.  Take --ep 2, or 3 ranks:"
+            " mpitrain local -n 3 ...",
+        ),
+        (
+            4,
+            {"tp": 4, "ep": 2},
+            "--ep 2 does not divide dp 1: experts are spread over ep of the dp ranks.  Take --ep 1, or 8 ranks:"
+            " mpitrain local -n 8 ...",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_on_every_rank(ranks: int, sizes: dict[str, int], text: str) -> None:

@@ -100,8 +100,8 @@ def test_numbers_that_were_used_are_still_the_same_numbers() -> None:
         ({"experts": 4, "capacity_factor": math.nan}, "--capacity-factor nan"),
         ({"experts": 4, "jitter": 1.0}, "jitter"),
         ({"experts": 4, "every": 0}, "every"),
-        ({"experts": 4, "balance_loss": -0.1}, "coefficients"),
-        ({"experts": 4, "z_loss": -0.1}, "coefficients"),
+        ({"experts": 4, "balance_loss": -0.1}, "balance_loss -0.1"),
+        ({"experts": 4, "z_loss": -0.1}, "z_loss -0.1"),
     ],
 )
 def test_numbers_that_do_not_go_together_are_refused(settings: dict[str, object], said: str) -> None:

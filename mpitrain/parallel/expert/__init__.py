@@ -7,6 +7,6 @@ moe       the three as the layer that stands in the place of an MLP
 counted   what a step says of its routing
 """
 
-from mpitrain.parallel.expert.moe import Moe
+from mpitrain.parallel.expert.moe import Moe, RoutedTokens
 
-__all__ = ["Moe"]
+__all__ = ["Moe", "RoutedTokens"]

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.routing import Routing
+
 OTHERS = ("dropped", "held_back", "tokens", "entropy", "balance", "z")
 
 
@@ -98,14 +100,14 @@ def for_metrics(loads: Mapping[str, Load]) -> dict[str, Any]:
     return {**{name: mean for name, mean in losses.items() if mean != 0.0}, "routing": layers}
 
 
-def in_words(loads: Mapping[str, Load]) -> str:
-    """The least even layer in one line."""
+def in_words(loads: Mapping[str, Load], routing: Routing) -> str:
+    """The least even layer in one line; the balance loss as a multiple of that of even use."""
     name, load = max(loads.items(), key=lambda item: item[1].busiest)
-    balance = _balance(loads)
+    balance = _balance(loads) / routing.least_balance
     return (
         f"busiest of {len(load.asked)} has {load.busiest:.2f} times its share ({name}), "
         f"{100 * max(each.dropped_share for each in loads.values()):.1f} % of choices dropped at most"
-        + (f", balance loss {balance:.3f}" if balance else "")
+        + (f", balance loss {balance:.3f} times that of even use" if balance else "")
     )
 
 

@@ -21,6 +21,7 @@ from mpitrain.autograd.auxiliary import add_counts, counting
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, to_host
 from mpitrain.comm.mesh import Mesh
+from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.nn.module import Module
 from mpitrain.parallel.expert.assign import Assignment, assign, choose
 from mpitrain.parallel.expert.counted import vector
@@ -32,7 +33,7 @@ from mpitrain.routing import Routing
 from mpitrain.spec import cut
 
 
-class Tokens(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Which tokens a pass is about; as it is, of evaluation and without padding.
 
     Attributes:
@@ -50,7 +51,7 @@ class Tokens(NamedTuple):
     real: Array | None = None
 
 
-OF_EVALUATION = Tokens()
+OF_EVALUATION = RoutedTokens()
 
 
 class Moe(Module):
@@ -105,8 +106,28 @@ class Moe(Module):
             overlap=overlap,
         )
 
-    def forward(self, x: Tensor, tokens: Tokens = OF_EVALUATION) -> tuple[Tensor, list[tuple[Tensor, float]]]:
-        """What experts make of the tokens; and in training what the router adds to the objective, with coefficients."""
+    def forward(self, x: Tensor, tokens: RoutedTokens) -> tuple[Tensor, list[tuple[Tensor, float]]]:
+        """What experts make of the tokens, and the losses that the router has of them.
+
+        Args:
+            x: the stream.
+            tokens: which they are, and whether this is training.
+
+        Returns:
+            y; in training the losses with their coefficients, for `add_loss`: sums over this rank's rows.
+
+        Raises:
+            ShapeError: x is not (b, s, h).
+            ConfigError: training draws noise, and there is no draw.
+        """
+        if x.ndim != 3:
+            raise ShapeError(
+                f"{self.name}: x {x.shape} must be (sequences, tokens, width): tokens compete by sequence."
+            )
+        if tokens.training and tokens.draw is None and self.routing.draws:
+            raise ConfigError(
+                f"{self.name}: the router draws random numbers in training; give RoutedTokens(draw=batch.draw(seed))."
+            )
         z = self.router(x, tokens.draw if tokens.training else None)
         p = ops.softmax(z, -1)
         ids = choose(p.data, self.routing.top_k)
@@ -128,7 +149,7 @@ class Moe(Module):
         y = leave(y, self.tp, self.sequence_parallel)
         return y, self._losses(z, p, to, tokens) if tokens.training else []
 
-    def _drawn(self, ids: Array, weights: Array, tokens: Tokens) -> Array:
+    def _drawn(self, ids: Array, weights: Array, tokens: RoutedTokens) -> Array:
         """The choices; GShard's second experts that the draw did not take as ~expert."""
         if self.routing.router != "gshard" or tokens.draw is None or not tokens.training:
             return ids
@@ -137,7 +158,7 @@ class Moe(Module):
         codes[..., 1] = array_module(ids).where(2.0 * weights[..., 1] > chance, second, ~second)
         return codes
 
-    def _losses(self, z: Tensor, p: Tensor, to: Assignment, tokens: Tokens) -> list[tuple[Tensor, float]]:
+    def _losses(self, z: Tensor, p: Tensor, to: Assignment, tokens: RoutedTokens) -> list[tuple[Tensor, float]]:
         """The losses of the tokens on this rank's slice of the stream; what a step tells is counted along."""
         rows, here = p.shape[:2]
         lengths, real, routing = tokens.lengths, tokens.real, self.routing
