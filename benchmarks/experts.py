@@ -1,6 +1,6 @@
 """What a mixture of experts does to a training run: its loss beside the dense twin's, and which tokens it drops.
 
-    python benchmarks/experts.py --jobs 2                 every run: about an hour on two cores
+    python benchmarks/experts.py --jobs 2                 every run: about half an hour on two idle cores
     python benchmarks/experts.py --only "dropless"        these
     python benchmarks/experts.py --missing                what the result file lacks
     python benchmarks/experts.py --show                   measure nothing, print what is kept
@@ -109,7 +109,8 @@ def of_records(records: list[dict[str, Any]], window: int = EVERY) -> dict[str, 
         steps; val: [step, validation loss] wherever it was measured; loss: the mean of the last 20 training losses;
         routing: for each so many steps their last one and the means over steps and layers of dropped: the share of
         choices that found no place, busiest: choices of the most wanted expert as a multiple of an even share, least:
-        of the least wanted one, entropy in nats, balance: the balance loss without its coefficient.
+        of the least wanted one, entropy in nats, balance: the balance loss without its coefficient, 0 for a run without
+        one.
     """
     routed = [record for record in records if "routing" in record]
     return {
@@ -129,7 +130,7 @@ def _means(records: list[dict[str, Any]]) -> dict[str, Any]:
         "busiest": round(statistics.fmean(max(layer["load"]) / e for layer, e in zip(layers, even, strict=True)), 6),
         "least": round(statistics.fmean(min(layer["load"]) / e for layer, e in zip(layers, even, strict=True)), 6),
         "entropy": round(statistics.fmean(layer["entropy"] for layer in layers), 6),
-        "balance": round(statistics.fmean(record["balance_loss"] for record in records), 6),
+        "balance": round(statistics.fmean(record.get("balance_loss", 0.0) for record in records), 6),
     }
 
 

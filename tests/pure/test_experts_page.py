@@ -60,6 +60,12 @@ def test_records_are_summed_up_in_windows():
     assert (last["step"], last["dropped"], last["busiest"], last["balance"]) == (3, 0.25, 2.0, 1.5)
 
 
+def test_a_run_without_a_balance_loss_is_summed_up_too():
+    records = [{name: value for name, value in record(1, [6, 2], 4).items() if name != "balance_loss"}]
+    (only,) = experts.of_records(records)["routing"]
+    assert only["balance"] == 0.0
+
+
 def test_a_run_without_experts_has_no_routing():
     assert experts.of_records([{"step": 1, "loss": 1.0}])["routing"] == []
 
