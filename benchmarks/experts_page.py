@@ -156,7 +156,8 @@ def _variants(result: Result) -> str:
         run = result["runs"].get(name)
         if run is None:
             continue
-        cells = [words, f"{final(run):.4f}", f"{final(run) - final(result['runs']['dense, seed 1']):+.3f}"]
+        gain = final(result["runs"]["dense, seed 1"]) - final(run)
+        cells = [words, f"{final(run):.4f}", f"{gain:+.3f}" if run["routing"] else ""]
         if run["routing"]:
             first, last = run["routing"][0], run["routing"][-1]
             drops = f"{first['dropped']:.1%}, {last['dropped']:.1%}" if first["dropped"] else "none"
@@ -165,7 +166,7 @@ def _variants(result: Result) -> str:
         else:
             cells += ["", "", "", f"{run['parameters']:,}"]
         rows.append(cells)
-    head = ["run", "validation loss", "over dense", "dropped in the first, last 100 steps", "busiest, least expert"]
+    head = ["run", "validation loss", "dense - run", "dropped in the first, last 100 steps", "busiest, least expert"]
     return _table([*head, "entropy", "parameters"], rows)
 
 

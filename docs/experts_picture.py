@@ -9,8 +9,8 @@ LINE = ("#2f7ed8", "#2f9e44", "#b4690e", "#7950b8")
 CHOICES = ((0, 2, 0, 3, 0, 0, 1, 2), (1, 1, 3, 1, 2, 1, 1, 0))  # of the eight tokens of a row, the row of each rank
 NAMES = ("abcdefgh", "ABCDEFGH")
 SIDE, PITCH, TOPS = 15, 18, (78, 258)
-HOME, SORTED, ARRIVED, EXPERT, BACK, OUT = 96, 200, 342, 436, 726, 830  # left edges of the columns
-THROUGH, WIDE = 496, 84  # where an expert stands
+HOME, SORTED, ARRIVED, EXPERT, LEAVING, BACK, OUT = 96, 190, 312, 415, 606, 724, 830  # left edges of the columns
+THROUGH, WIDE = 468, 84  # where an expert stands
 
 
 def experts_picture() -> str:
@@ -82,11 +82,13 @@ def experts_picture() -> str:
             path(SORTED, (rank, place), ARRIVED, (to, came[to].index((rank, token))), rank, token)
     for lane, rows in enumerate(grouped):
         for place, (rank, token) in enumerate(rows):
-            box(ARRIVED, lane, came[lane].index((rank, token)), rank, token)
-            box(EXPERT, lane, place, rank, token)
-            path(ARRIVED, (lane, came[lane].index((rank, token))), EXPERT, (lane, place), rank, token)
+            as_came = came[lane].index((rank, token))
+            for x, where in ((ARRIVED, as_came), (EXPERT, place), (LEAVING, as_came)):
+                box(x, lane, where, rank, token)
+            path(ARRIVED, (lane, as_came), EXPERT, (lane, place), rank, token)
             path(EXPERT, (lane, place), THROUGH, (lane, place), rank, token)
-            path(THROUGH + WIDE - SIDE, (lane, place), BACK, (rank, went[rank].index(token)), rank, token)
+            path(THROUGH + WIDE - SIDE, (lane, place), LEAVING, (lane, as_came), rank, token)
+            path(LEAVING, (lane, as_came), BACK, (rank, went[rank].index(token)), rank, token)
         for expert in (2 * lane, 2 * lane + 1):
             held = [place for place, (rank, token) in enumerate(rows) if CHOICES[rank][token] == expert]
             top, bottom = at(lane, held[0]) - 2, at(lane, held[-1]) + SIDE + 2
@@ -100,8 +102,9 @@ def experts_picture() -> str:
         (HOME, "tokens"): "choose",
         (SORTED, "take_rows"): "by expert",
         (ARRIVED, "all_to_all"): "as they come",
-        (EXPERT, "permute"): "by expert",
+        (EXPERT, "permute_rows"): "by expert",
         (THROUGH + (WIDE - SIDE) / 2, "experts"): "up, gelu, down",
+        (LEAVING, "permute_rows"): "as they came",
         (BACK, "all_to_all"): "back",
         (OUT, "combine"): "x probability",
     }

@@ -32,6 +32,7 @@ from mpitrain.comm.world import world
 from mpitrain.data import corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.routes import Routes, heat_map, table
+from mpitrain.errors import ConfigError
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.optim import AdamW
 from mpitrain.parallel.expert.counted import of_model
@@ -80,11 +81,6 @@ def train(steps: int, dtype: type) -> tuple[list[float], Executor, Tokens]:
     return losses, executor, tokens
 
 
-def first_losses() -> list[float]:
-    """Of three steps in float64."""
-    return train(3, np.float64)[0]
-
-
 def main() -> float:
     """Print the lesson; return the largest difference of a loss to that of one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,6 +88,8 @@ def main() -> float:
     parser.add_argument("--svg", type=Path, help="file for the picture")
     options = parser.parse_args()
     ranks = world()
+    if options.svg is not None and not options.svg.parent.is_dir():  # said now, not after the training
+        raise ConfigError(f"--svg {options.svg}: there is no folder {options.svg.parent}.")
     _, executor, tokens = train(options.steps, np.float32)
 
     routes, dp = Routes(tuple(KINDS), EXPERTS), executor.mesh.dp
@@ -101,8 +99,8 @@ def main() -> float:
             executor.evaluate([batch])  # without capacity: each token goes to the expert of its choice
     routes.sum_over(ranks)
 
-    mine = first_losses()
-    [serial] = LocalWorld(1).run(first_losses)  # the same, in a world of one rank
+    mine, *_ = train(3, np.float64)
+    [(serial, *_)] = LocalWorld(1).run(train, 3, np.float64)  # the same, in a world of one rank
     worst = max(abs(a - b) / abs(b) for a, b in zip(mine, serial, strict=True))
     assert worst < 1e-12, worst
     if ranks.rank == 0:

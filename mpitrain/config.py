@@ -114,7 +114,7 @@ class Config:
     )
     capacity_factor: float | None = number(
         None,
-        "room of an expert, as a multiple of an even share of a sequence's tokens; who finds none is dropped",
+        "room of an expert, as a multiple of an even share of a sequence's choices; who finds none is dropped",
         Interval(0, 10**6, above=True),
         metavar="F",
         unset=f"default: {DEFAULT_CAPACITY:g}",

@@ -11,6 +11,8 @@ outputs:
 Such a loss is a sum over the rows of the batch that are here, and the objective takes its mean over the rows of the
 whole step: it counts rows, not tokens, so its strength depends on no layout and no number of micro-batches.
 
+A model whose parts do so says it: `adds_losses` has the rows counted, `counted` names what is (`nn.module.Module`).
+
 Where nobody collects, as in evaluation or in the second forward of a recomputed part, nothing is kept.
 """
 

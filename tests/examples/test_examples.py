@@ -97,6 +97,11 @@ def test_the_timeline_of_a_pipeline_is_printed_and_drawn(
     assert f"<title>{schedule}, measured" in (tmp_path / "drawn.svg").read_text(encoding="utf-8")
 
 
+def test_a_picture_in_no_folder_is_refused_before_the_training(run: Callable[..., str]) -> None:
+    printed = run(f"! mpitrain local -n 2 {EXAMPLES}/10_experts.py --svg nowhere/x.svg 2>&1")
+    assert printed.strip() == "ConfigError: --svg nowhere/x.svg: there is no folder nowhere."
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_is_short_and_says_how_it_is_run(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -130,7 +130,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python {ROOT}/benchmarks/experts.py --show --result none.json",
         "",
     ),
-    # docs/how-to/train-a-mixture-of-experts.md
     # docs/explanation/expert-overlap.md
     "./run_mpi.sh -n 2 examples/train_gpt.py --experts 8 --ep 2 --expert-overlap": (
         f"mpitrain local -n 2 examples/train_gpt.py --experts 8 --ep 2 --expert-overlap --steps 2 {TINY}",
@@ -140,8 +139,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"mpirun -n 2 python -m mpi4py {ROOT}/benchmarks/expert_overlap.py --rounds 1 --widths 64 --network 1",
         MPI,
     ),
-    "./run_mpi.sh -n 4 examples/train_gpt.py --experts 8 --ep 4": (
-        f"mpitrain local -n 2 examples/train_gpt.py --experts 4 --ep 2 --steps 2 {TINY}",
+    # docs/how-to/train-a-mixture-of-experts.md
+    **{
+        f"{launch} examples/train_gpt.py --experts 8 --ep 4": (
+            f"mpitrain local -n 2 examples/train_gpt.py --experts 4 --ep 2 --steps 2 {TINY}",
+            "",
+        )
+        for launch in ("./run_mpi.sh -n 4", "mpitrain local -n 4")
+    },
+    "mpitrain local -n 2 examples/10_experts.py": ("mpitrain local -n 2 examples/10_experts.py --steps 2", ""),
+    "mpitrain local -n 4 own_experts.py --ep 4": ("mpitrain local -n 4 own_experts.py --ep 4", ""),
+    "mpitrain verify --layout dp2,ep2 --layout dp2,ep2,tp2 own_experts.py": (
+        "mpitrain verify --layout dp2,ep2 --layout dp2,ep2,tp2 --first 2 own_experts.py",
         "",
     ),
     "mpitrain verify --layout dp4 --layout dp4,ep2 --layout dp4,ep4 -- --experts 4": (
@@ -340,6 +349,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp2,tp2,sp --layout cp4 --layout pp2,tp2 --first 2 any_layout.py",
         "",
     ),
+    "mpitrain verify --layout dp2,ep2 --layout dp2,ep2,cp2 any_layout.py --experts 4": (
+        "mpitrain verify --layout dp2,ep2 --layout dp2,ep2,cp2 --first 2 any_layout.py --experts 4",
+        "",
+    ),
     "mpitrain local -n 2 bits.py": ("mpitrain local -n 2 bits.py", ""),
     "mpitrain local -n 2 bits.py --dtype bfloat16": ("python bits.py --dtype bfloat16", ""),
     "mpitrain verify --layout dp2 --layout dp4,full bits.py": (
@@ -362,6 +375,7 @@ SMALLER = {  # how scripts of the documents are made small
     "stale.py": {"load()": 'load("book.txt")', "range(0, 40, 10)": "range(0, 20, 10)"},
     "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
     "bits.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
+    "own_experts.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
 }
 
 

@@ -65,13 +65,20 @@ def test_a_run_leaves_settings_metrics_curve_and_a_sample(tmp_path, text, capsys
     assert [record["tokens"] for record in records] == [12 * 32 * n for n in range(1, 7)]
     assert [record["step"] for record in records if "val_loss" in record] == [4, 6]
     assert records[-1]["loss"] < records[0]["loss"]
-    assert (run / "loss.svg").read_text().startswith("<")
+    assert "12 x 32 tokens a step, 3 ranks<" in (run / "loss.svg").read_text(encoding="utf-8")
     assert len((run / "sample.txt").read_text(encoding="utf-8")) > 20
     assert config.load(str(run / "config.toml")).steps == 6
     out = capsys.readouterr().out
     assert out.count("step 6/6") == 1  # one reporter
     for word in ("gpt-tiny", "parameters", "mesh", "3 threads of one process", "corpus", "done in"):
         assert word in out
+
+
+def test_the_curve_says_which_model_it_is_of_and_on_how_many_ranks(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "2", "--experts", "2")
+    curve = (tmp_path / "run" / "loss.svg").read_text(encoding="utf-8")
+    assert "<title>gpt-tiny, 2 experts, on " in curve
+    assert "12 x 32 tokens a step, 1 rank<" in curve
 
 
 def test_the_same_run_on_another_number_of_ranks_has_the_same_curve_and_sample(tmp_path, text):
