@@ -73,10 +73,10 @@ def test_our_own_experts_are_counted_alike(sizes):
 # ------------------------------------------------------------------------------------------- parameters and operations
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 7])
+@pytest.mark.parametrize("every", [1, 2, 3, 6])
 @pytest.mark.parametrize("change", [{}, {"tied": True}, {"kv_heads": 2}])
 def test_parameters_are_those_that_the_model_has(every, change):
-    """With every 7 of 6 blocks none has experts."""
+    """With every 6 of 6 blocks only the last has experts."""
     sizes = replace(SIZES, routing=replace(SIZES.routing, every=every), **change)
     model = GPT(sizes, Mesh(World(Alone(), "none")))
     assert sizes.num_parameters == model.num_parameters
@@ -123,7 +123,7 @@ def test_blocks_with_experts_weigh_more_where_stages_are_balanced():
     assert costs[1] - costs[0] == 6 * h * (8 * h * (k - 1) + E)
 
 
-@pytest.mark.parametrize(("every", "kinds"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("every", "kinds"), [(1, 1), (2, 2)])
 def test_measured_costs_time_each_kind_of_block(every, kinds):
     sizes = GPTConfig(vocab=16, layers=3, width=16, heads=2, seq_len=8, routing=Routing(4, every=every))
     found = measured_costs(sizes, rows=2, ep=2)
