@@ -19,7 +19,6 @@ Source: Goyal et al. 2017, arXiv:1706.02677 (synchronous sum); Li et al. 2020, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from mpitrain import kernels
 from mpitrain.backend import Array, is_half
@@ -28,11 +27,21 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.nn.parameter import Flat, Parameter
 
 
-class Reducer(Protocol):
-    """How gradients leave a rank: each parameter is announced when its gradient is final, then the step is finished."""
+class Reducer:
+    """How gradients leave a rank: each parameter is announced when its gradient is final, then the step is finished.
+
+    Attributes:
+        every_walk: whether gradients leave in each walk back, and `add` is told what is final in every one of them;
+            else in the last walk of a step only.
+    """
+
+    every_walk: bool = False
 
     def add(self, parameter: Parameter) -> None:
-        """The gradient of `parameter` is final for this step."""
+        """The gradient of `parameter` is final for this step, or for this walk."""
+
+    def walked(self, stage: int) -> None:
+        """A walk back through a stage is over, of a reducer of every walk."""
 
     def finish(self) -> None:
         """Every gradient is the sum over the ranks that share its parameter when this returns.
@@ -41,8 +50,11 @@ class Reducer(Protocol):
         sent never depends on data.
         """
 
+    def updated(self) -> None:
+        """The optimizer has made an update: what of it concerns other ranks is sent.  Skipped steps make none."""
 
-class FlatReducer:
+
+class FlatReducer(Reducer):
     """One all-reduce for each flat buffer, after the last backward.
 
     Cost: wire bytes a rank 2 (n-1)/n x bytes of the gradients (ALGORITHMS: an all-reduce), whatever the number of
@@ -62,7 +74,7 @@ class FlatReducer:
                 axis.all_reduce(as_sent(flat.grads, flat.weights), out=flat.grads)
 
 
-class BucketedReducer:
+class BucketedReducer(Reducer):
     """All-reduces of slices, started while backward still computes the gradients of earlier layers.
 
     Buckets are cut from the end of each flat buffer, because backward finishes the last layer first.  They are started

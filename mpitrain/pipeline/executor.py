@@ -313,6 +313,8 @@ class Executor:
             case "STEP":
                 number = action.micro or 0
                 report = self._update.make(number, run.measured(number))
+                if report is None or not report.skipped:
+                    self.reducer.updated()
                 run.reports += [report] if report is not None else []
         if run.at_end:  # with the last action, so that who listens sees these messages in a step
             self.links.finish()
@@ -431,11 +433,13 @@ class Executor:
         """Walk, and tell the reducer which gradients are final."""
         last = place in run.plan.last_walks
         for final in finals:
-            if last:
+            if last or self.reducer.every_walk:
                 for p in final:
                     # A tied weight that has both its uses here is final after the other one; it leaves at REDUCE.
                     if len(self.model.stages) == 1 or not p.spec.tied:
                         self.reducer.add(p)
+        if self.reducer.every_walk:
+            self.reducer.walked(run.plan.row[place].stage)
 
     def _leave(self, action: Action, run: Running) -> None:
         """Nothing of a micro-batch needs its version of the weights any more."""
