@@ -275,6 +275,7 @@ MEASUREMENTS: dict[str, Callable[[Options], Data]] = {
     "memory M": lambda options: peak_memory.measure("M", rounds=options.rounds),
     "first line": lambda options: first_line.measure(options.rounds),
     "AdamW": lambda options: child("adamw_cost.py", options),
+    "digits CNN": lambda options: child("cnn_step.py", options),
     "messages": lambda options: child("message_cost.py", options, ranks=2),
     "ops": lambda options: child("op_overhead.py", options),
     "ordered sums": ordered_sums,

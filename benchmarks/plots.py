@@ -93,7 +93,7 @@ def panels(title: str, drawn: Sequence[Panel], columns: int = 2) -> str:
         row, column = divmod(place, columns)
         parts.append(f'<g transform="translate({column * PANEL_WIDTH} {row * PANEL_HEIGHT})">')
         parts += [*_panel(panel), "</g>"]
-    return _svg(title, min(columns, len(drawn)) * PANEL_WIDTH, rows * PANEL_HEIGHT, parts)
+    return svg(title, min(columns, len(drawn)) * PANEL_WIDTH, rows * PANEL_HEIGHT, parts)
 
 
 def _panel(panel: Panel) -> list[str]:
@@ -166,10 +166,11 @@ def bars(title: str, caption: str, drawn: Sequence[Bar]) -> str:
             f'<rect class="bar c{bar.colour}" x="{left}" y="{y}" width="{length:.1f}" height="{height - 6}" rx="2"/>'
         )
         parts.append(f'<text x="{left + length + 8:.1f}" y="{y + 14}">{escape(bar.text)}</text>')
-    return _svg(title, width, 76 + len(drawn) * height, parts)
+    return svg(title, width, 76 + len(drawn) * height, parts)
 
 
-def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+def svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+    """Parts on a background, as one SVG file."""
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         ' role="img">',

@@ -318,6 +318,17 @@ def adamw(data: Data) -> Figure:
     return worst._replace(note=", ".join(f"{name} {figure.value:.2f}" for name, figure in figures.items()))
 
 
+def digits_cnn(data: Data) -> Figure:
+    figures = {}
+    for batch, sides in data["ms"].items():
+        peers = {side: statistics.median(ms) for side, ms in sides.items() if side != "mpitrain"}
+        peer = min(peers, key=lambda side: peers[side])
+        texts = [f"{statistics.median(sides[side]):.1f} ms" for side in ("mpitrain", peer)]
+        figures[batch] = spread(divided(sides["mpitrain"], sides[peer]), mine=texts[0], peer=texts[1])
+    others = ", ".join(f"batch {batch} {figure.value:.2f}" for batch, figure in figures.items())
+    return figures["64"]._replace(note=others)
+
+
 def message_cost(data: Data) -> Figure:
     figures = {}
     for name, sides in data["microseconds"].items():
@@ -517,6 +528,7 @@ ROWS = (
         "first-line", "first training line, 8 ranks against 8 DDP processes", "first line", first_line, 0.5, 0.3, False
     ),
     Row("adamw", "AdamW, ns per parameter, against PyTorch fused", "AdamW", adamw, 0.9, 0.7, False),
+    Row("cnn-digits", "time of a step of the digits CNN, batch 64", "digits CNN", digits_cnn, None, None, False),
     Row("messages", "Communicator's own cost per small message", "messages", message_cost, 5.0, 2.0, False, "us"),
     Row("ops", "op overhead against PyTorch eager", "ops", op_overhead, 3.0, 1.5, False),
     Row("ordered-sums", "deterministic all-reduce against Allreduce", "ordered sums", ordered_sums, 1.4, 1.15, False),

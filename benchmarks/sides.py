@@ -48,7 +48,8 @@ class Task(NamedTuple):
     batch: sequences of the global batch; ranks: processes of each side; tp, cp, pp, sequence_parallel: how mpitrain
     lays the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule,
     chunks: of the pipeline; recompute: none, selective or full; optimizer: adamw or adafactor; experts: of the Switch
-    layers in the place of MLPs, 0 for MLPs; capacity_factor: of experts, None for dropless; ep: ranks that share them.
+    layers in the place of MLPs, 0 for MLPs; capacity_factor: of experts, None for dropless; ep: ranks that share them;
+    zero: stage of ZeRO.
     """
 
     layers: int
@@ -71,6 +72,7 @@ class Task(NamedTuple):
     experts: int = 0
     capacity_factor: float | None = DEFAULT_CAPACITY
     ep: int = 1
+    zero: int = 0
 
     @property
     def config(self) -> GPTConfig:
@@ -132,16 +134,16 @@ def mpitrain_side(task: Task) -> Side:
     mesh = Mesh(everyone, tp=task.tp, cp=task.cp, pp=task.pp, ep=task.ep)
     embedding, blocks, head = task.config.flops_of_parts
     partition = balance(blocks, task.pp * task.chunks, first=embedding, last=head)
-    layout = {"sequence_parallel": task.sequence_parallel, "partition": partition}
+    layout = {"sequence_parallel": task.sequence_parallel, "partition": partition, "zero": task.zero}
     keep_scores = task.recompute == "none"
     model = GPT(task.config, mesh, seed=SEED, dtype=dtype_of(task.dtype), keep_scores=keep_scores, **layout)
     for each in model.blocks:
         each.recompute = task.recompute == "full"
     optimizer: Optimizer
     if task.optimizer == "adafactor":
-        optimizer = Adafactor(model.parameters(), mesh=mesh, lr=ADAFACTOR_LR, weight_decay=WEIGHT_DECAY)
+        optimizer = Adafactor(model.shares(), mesh=mesh, lr=ADAFACTOR_LR, weight_decay=WEIGHT_DECAY)
     else:
-        optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        optimizer = AdamW(model.shares(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     rows = complete(task.schedule, ranks=task.pp, microbatches=task.microbatches, chunks=task.chunks)
     # At a scale that fits from the start no step is skipped: all sides are the same training.
     scaler = LossScaler(SCALE) if is_half(model.like.dtype) else None

@@ -9,7 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mpitrain.backend import dtype_of
 from mpitrain.comm.mesh import Mesh
@@ -20,10 +24,13 @@ from mpitrain.config_rules import check_memory, lr_factors
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
 from mpitrain.errors import DataError
+from mpitrain.memory.gist import Gist
+from mpitrain.memory.policy import Policy
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.models.profile import measured_costs
 from mpitrain.models.transformer import branches
 from mpitrain.nn.module import mark_recompute
+from mpitrain.offloading import Elsewhere, build_elsewhere
 from mpitrain.optim.adafactor import Adafactor
 from mpitrain.optim.adam import AdamW
 from mpitrain.optim.groups import Group
@@ -33,15 +40,20 @@ from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import BlockScaler, LossScaler, Scaler
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
+from mpitrain.parallel.local_sgd import LocalSgd
+from mpitrain.parallel.powersgd import TABLES, Choice, PowerSgd
+from mpitrain.parallel.stale import Stale, StaleWorkers
+from mpitrain.parallel.zero import RowReducer
 from mpitrain.pipeline.action import Schedule
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition, balance
-from mpitrain.pipeline.passes import complete
+from mpitrain.pipeline.passes import complete, with_offload
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.slicing import equal_cost_slices
 from mpitrain.plan.memory.choice import recomputed_blocks
-from mpitrain.plan.traffic import Step
+from mpitrain.plan.memory.offload import OPTIMIZER, PARAMETERS
+from mpitrain.plan.traffic import Step, Workers
 
 
 def run_folder(config: Config, world: World) -> Path:
@@ -99,6 +111,11 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     counts = sizes.num_parameters, mesh.dp.size, here, memory, sizes.num_expert_parameters
     together(mesh.world, lambda: check_memory(config, *counts))
+    like = np.empty(0, dtype)
+    overlapping = SCHEDULES[config.schedule_name].versions is not None
+    rows = complete_rows(config, 2 * config.pp if overlapping else 1)
+    elsewhere = build_elsewhere(config, _step_of(config, mesh, sizes, dtype, partition), rows, mesh, like)
+    has_parameters = elsewhere is not None and PARAMETERS in elsewhere.plan.what
     model = GPT(
         sizes,
         mesh,
@@ -110,7 +127,13 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         dtype=dtype,
         keep_scores=config.recompute == "none",
         scales=BlockScaler(branches(config.layers)) if config.scaling == "blocks" else None,
+        zero=3 if has_parameters else config.zero,
+        prefetch=config.prefetch,
+        home=elsewhere.home if elsewhere is not None and has_parameters else None,
     )
+    model.elsewhere = elsewhere
+    if elsewhere is not None and elsewhere.plan.what and not has_parameters:
+        elsewhere.home.take_in(model.flats)
     for block in model.blocks:
         block.recompute = config.recompute == "full"
     if config.recompute_modules is not None:
@@ -135,14 +158,20 @@ def _blocks_within(config: Config, mesh: Mesh, model: GPT, budget: float) -> lis
 
 def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
     """A step as this rank sees it, for the formulas of `plan`; `row` of them overlap."""
-    slices = slice_lengths(config, model.config)
     again = frozenset(module.name for module in model.modules() if module.recompute)
     as_asked = again == {block.name for block in model.blocks if config.recompute == "full"}
+    step = _step_of(config, mesh, model.config, model.like.dtype, model.partition)
+    return replace(step, row=row, recomputed=None if as_asked else again, zero=model.zero)
+
+
+def _step_of(config: Config, mesh: Mesh, sizes: GPTConfig, dtype: Any, partition: Partition) -> Step:
+    """The same before there is a model; which parts are made again by name is not known then."""
+    slices = slice_lengths(config, sizes)
     return Step(
-        model.config,
+        sizes,
         config.batch,
         config.microbatches,
-        model.like.dtype,
+        dtype,
         dp=mesh.dp.size,
         tp=mesh.tp.size,
         cp=mesh.cp.size,
@@ -151,15 +180,21 @@ def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
         tp_rank=mesh.tp.rank,
         pp=mesh.pp.size,
         pp_rank=mesh.pp.rank,
-        partition=model.partition,
+        partition=partition,
         slices=None if slices is None else tuple(slices),
-        row=row,
         recompute=config.recompute,
-        recomputed=None if as_asked else again,
-        scaled=model.branch_scales is not None,
+        scaled=config.scaling == "blocks",
         optimizer=config.optimizer,
         ep=mesh.ep.size,
         expert_overlap=config.expert_overlap,
+        dp_rank=mesh.dp.rank,
+        cp_rank=mesh.cp.rank,
+        zero=config.zero,
+        prefetch=config.prefetch,
+        bucket_bytes=round(config.bucket_mib * 2**20),
+        compression=compression(config),
+        workers=_workers(config),
+        gist=gist_bits(config),
     )
 
 
@@ -188,8 +223,15 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
     return balance(blocks, stages, first=embedding, last=head)
 
 
-def build_rows(config: Config, batches: int = 1) -> Schedule:
+def build_rows(config: Config, batches: int = 1, elsewhere: Elsewhere | None = None) -> Schedule:
     """The actions of every pipeline rank."""
+    rows = complete_rows(config, batches)
+    distance = None if elsewhere is None else elsewhere.fetch_distance
+    return rows if distance is None else with_offload(rows, distance)
+
+
+def complete_rows(config: Config, batches: int = 1) -> Schedule:
+    """The same without what is offloaded."""
     return complete(
         config.schedule_name,
         ranks=config.pp,
@@ -220,17 +262,24 @@ def build_optimizer(config: Config, model: GPT, mesh: Mesh) -> Optimizer:
     Raises:
         ConfigError: a group of parameters has no member in the whole model; on every rank.
     """
-    parameters, lr, decay = model.parameters(), config.lr, config.weight_decay
+    parameters, lr, decay = model.shares(), config.lr, config.weight_decay
     groups = parameter_groups(config)
+    where: dict[str, Any] = {}
+    if model.elsewhere is not None:
+        plan = model.elsewhere.plan
+        where = {"window": plan.window, "ahead": plan.distance}
+        if OPTIMIZER in plan.what:
+            where["keep"] = model.elsewhere.home.keep
     match config.optimizer:
         case "sgd":
             momentum = config.momentum
-            return Sgd(parameters, lr=lr, momentum=momentum, weight_decay=decay, groups=groups, mesh=mesh)
+            return Sgd(parameters, lr=lr, momentum=momentum, weight_decay=decay, groups=groups, mesh=mesh, **where)
         case "adafactor":
             return Adafactor(parameters, mesh=mesh, lr=lr, eps=(config.eps**2, 1e-3), weight_decay=decay, groups=groups)
         case _:
             betas = config.beta1, config.beta2
-            return AdamW(parameters, lr=lr, betas=betas, eps=config.eps, weight_decay=decay, groups=groups, mesh=mesh)
+            numbers: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.eps, "weight_decay": decay}
+            return AdamW(parameters, groups=groups, mesh=mesh, **numbers, **where)
 
 
 def build_scaler(config: Config, model: GPT) -> Scaler | None:
@@ -247,25 +296,81 @@ def build_scaler(config: Config, model: GPT) -> Scaler | None:
             return LossScaler(1.0, window=0) if config.dtype == "float16" else None
 
 
+def compression(config: Config) -> Choice | None:
+    """What of the gradients is compressed, and how far; None: nothing."""
+    if config.reducer != "powersgd":
+        return None
+    return Choice(config.powersgd_rank, () if config.powersgd_tables else TABLES)
+
+
+def _workers(config: Config) -> Workers | None:
+    """How workers learn that do so apart from each other; None: gradients of all ranks are summed."""
+    clips = config.clip > 0
+    if config.reducer == "stale" and config.stale_workers:
+        return Workers(clips=clips)
+    if config.reducer != "local":
+        return None
+    kept = {"adamw": 2, "sgd": int(config.momentum > 0)}.get(config.optimizer, 0)
+    return Workers(config.local_steps, kept if config.average_moments else 0, clips)
+
+
+def build_reducer(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh) -> Reducer:
+    """How gradients are summed over ranks."""
+    bucket_bytes = round(config.bucket_mib * 2**20)
+    if model.zero:
+        return RowReducer(model, mesh, bucket_bytes, overlap=config.reducer == "bucketed")
+    match config.reducer:
+        case "bucketed":
+            return BucketedReducer(model.flats, mesh, bucket_bytes=bucket_bytes)
+        case "powersgd":
+            return PowerSgd(
+                model.flats,
+                mesh,
+                config.powersgd_rank,
+                start=config.powersgd_start,
+                warm_start=not config.powersgd_fixed,
+                feedback=config.powersgd_feedback,
+                exact=() if config.powersgd_tables else TABLES,
+                seed=config.seed,
+            )
+        case "stale":
+            if config.stale_workers:
+                return StaleWorkers(model.flats, mesh, config.staleness)
+            return Stale(model.flats, mesh, config.staleness, config.stale_start)
+        case "local":
+            return LocalSgd(model.flats, mesh, optimizer, config.local_steps, config.average_moments)
+        case _:
+            return FlatReducer(model.flats, mesh)
+
+
+def build_policy(config: Config, elsewhere: Elsewhere | None = None) -> Policy | None:
+    """How what is saved waits for backward; None: as it is."""
+    inner = None if config.gist is None else Gist(gist_bits(config))
+    return inner if elsewhere is None else elsewhere.policy(inner)
+
+
+def gist_bits(config: Config) -> int | None:
+    """Bits in which what need not be exact waits for backward; None: all is exact."""
+    return None if config.gist in (None, "lossless") else int(config.gist)
+
+
 def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh, steps: int) -> Executor:
     """The executor with its schedule, reducer, clipping and learning rates for a run of `steps`."""
-    reducer: Reducer
-    if config.reducer == "bucketed":
-        reducer = BucketedReducer(model.flats, mesh, bucket_bytes=round(config.bucket_mib * 2**20))
-    else:
-        reducer = FlatReducer(model.flats, mesh)
     warmup = warmup_updates(config.warmup, steps)
     kind = SCHEDULES[config.schedule_name]
     return Executor(
         model,
         optimizer,
         mesh,
-        (lambda batches: build_rows(config, batches)) if kind.versions else build_rows(config),
+        (lambda batches: build_rows(config, batches, model.elsewhere))
+        if kind.versions
+        else build_rows(config, 1, model.elsewhere),
         versions=kind.versions,
         slices=slice_lengths(config, model.config),
-        reducer=reducer,
+        reducer=build_reducer(config, model, optimizer, mesh),
         clip=config.clip,
         scaler=build_scaler(config, model),
+        policy=build_policy(config, model.elsewhere),
         lr=lambda update: LR_SCHEDULES[config.lr_schedule](
             update, steps, warmup, config.lr, config.lr_final * config.lr
         ),

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpitrain.backend import DTYPES
-from mpitrain.config_rules import check_settings
+from mpitrain.config_rules import OF_REDUCERS, check_settings
 from mpitrain.errors import ConfigError
 from mpitrain.options import (
     Interval,
@@ -61,6 +61,10 @@ LR_SCHEDULES = ("cosine", "linear", "inverse-sqrt", "constant")
 CONTEXT_KINDS = ("ring", "ulysses", "rsa")
 """Kinds of context-parallel attention (`mpitrain.parallel.context`), the default first."""
 RECOMPUTES = ("none", "selective", "full")
+GISTS = ("lossless", "16", "10", "8")
+"""How what is saved for backward may be encoded: without loss, or also rounded to so many bits."""
+REDUCERS = ("flat", "bucketed", "powersgd", "stale", "local")
+"""How gradients are summed over ranks, the default first."""
 SCALINGS = ("none", "dynamic", "static", "blocks")
 """How gradients are scaled: not at all, by one power of two that adapts or stays, by a number for each branch."""
 DEFAULT_SCALE = {"loss_scale": 2**16, "loss_scale_window": 1000}
@@ -214,6 +218,26 @@ class Config:
         metavar="MIB",
         unset="default: no bound",
     )
+    gist: str | None = choice(
+        None,
+        "encode what backward waits for, without loss or rounded to so many bits (Gist)",
+        GISTS,
+        unset="default: as it is",
+    )
+
+    offload: str | None = text(
+        None,
+        "what lives elsewhere and is fetched ahead: some of optimizer,activations,parameters, or none",
+        metavar="WHAT,...",
+        unset="default: what --memory-budget needs, else nothing",
+    )
+    offload_to: str = text("host", "where: host memory, or a file of each rank in a folder", metavar="host|hdf5:DIR")
+    memory_budget: str | None = text(
+        None,
+        "bytes that a rank may hold of weights, gradients, optimizer state and activations",
+        metavar="2GiB",
+        unset="default: no bound",
+    )
 
     pp: int = whole(1, "pipeline stages: ranks over which the layers are dealt out", 1, 2**20)
     schedule: str = choice("1f1b", "order in which the stages of --pp work", SCHEDULES)
@@ -234,8 +258,35 @@ class Config:
     expert_overlap: bool = switch(False, "half of a rank's experts work while the tokens of the other half travel")
     cp: int = whole(1, "ranks over which every sequence is cut", 1, 2**20)
     cp_attention: str = choice("ring", "how attention reaches the keys of other ranks of --cp", CONTEXT_KINDS)
-    reducer: str = choice("flat", "gradients in one message, or in buckets during backward", ("flat", "bucketed"))
+    zero: int = whole(
+        0,
+        "what data ranks deal out: 1 optimizer state, 2 gradients too, 3 weights too (ZeRO)",
+        0,
+        3,
+    )
+    prefetch: int = whole(
+        1, "--zero 3, --offload: how many parts (of the model, of tapes, of state) are fetched ahead", 0, 1000
+    )
+    reducer: str = choice(
+        "flat",
+        "gradients in one message, in buckets during backward, or compressed; stale and local harm learning",
+        REDUCERS,
+    )
     bucket_mib: float = number(1.0, "bucketed: size of a bucket in MiB", Interval(0, 4096, above=True))
+    powersgd_rank: int = whole(
+        4, "powersgd: columns of the two factors in whose place a gradient travels", 1, 2**16, metavar="R"
+    )
+    powersgd_start: int = whole(0, "powersgd: updates with exact sums before the first compressed one", 0, 10**9)
+    powersgd_tables: bool = switch(False, "powersgd: compress the tables of words and positions and the head, too")
+    powersgd_fixed: bool = switch(False, "powersgd: each step begins with the random factor of the start, not the last")
+    powersgd_feedback: bool = switch(
+        True, "powersgd: what a step leaves out is added to the next gradient; without it training is harmed"
+    )
+    staleness: int = whole(1, "stale: steps that gradients come late", 0, 10**4, metavar="K")
+    stale_start: int = whole(0, "stale: updates with gradients on time before the first late one", 0, 10**9)
+    stale_workers: bool = switch(False, "stale: each worker comes late by its own number of steps, at most --staleness")
+    local_steps: int = whole(8, "local: steps after which workers average their weights", 1, 10**9, metavar="H")
+    average_moments: bool = switch(False, "local: the optimizer's moments are averaged, too")
     deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")
     check: bool = switch(False, "check every message, and of every value the state and that it is finite, at some cost")
     memory: bool = switch(False, "tell what holds how much memory on which rank, beside what was predicted")
@@ -327,6 +378,12 @@ class Config:
         )
 
     @property
+    def offloads(self) -> frozenset[str] | None:
+        """What lives elsewhere; None: nobody said."""
+        words = frozenset(word.strip() for word in (self.offload or "").split(","))
+        return None if self.offload is None else words - {"none"} if len(words) == 1 else words
+
+    @property
     def schedule_name(self) -> str:
         """The schedule that is run: one stage has nothing to put in order, so there all are the same."""
         return self.schedule if self.pp > 1 else "1f1b"
@@ -398,7 +455,8 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
 
     A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
     whatever run.toml says.  So do --steps and --budget replace each other, --dropless and --capacity-factor, another
-    optimizer the learning rate, and another loss scaling its scale and window.
+    optimizer the learning rate, another reducer what only the one before uses, and another loss scaling its scale and
+    window.
 
     Raises:
         ConfigError: see `mpitrain.options`.
@@ -436,6 +494,9 @@ def _merged(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> tupl
         before = merged.get("optimizer", OPTIONS["optimizer"].default)
         if level.get("optimizer", before) != before:
             merged.pop("lr", None)
+        before = merged.get("reducer", OPTIONS["reducer"].default)
+        if level.get("reducer", before) != before:
+            merged = {name: value for name, value in merged.items() if name not in OF_REDUCERS}
         if _scaling_in({**merged, **level}) != _scaling_in(merged):
             merged = {name: value for name, value in merged.items() if name not in DEFAULT_SCALE}
         if level.get("dropless"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError
@@ -50,8 +52,11 @@ def check_settings(config: Config) -> None:
             f"--recompute-budget {config.recompute_budget:g} and --recompute full: the budget says which blocks are "
             "made again; leave one of the two out."
         )
+    _check_gist(config)
     _check_scale(config)
     _check_experts(config)
+    _check_reducer(config)
+    _check_offload(config)
     if config.lr_final and config.lr_schedule not in ("cosine", "linear"):
         raise ConfigError(
             f"--lr-final {config.lr_final:g} is for --lr-schedule cosine and linear: {config.lr_schedule} has no end."
@@ -64,6 +69,28 @@ def check_settings(config: Config) -> None:
         )
     if config.resume == "latest" and config.run is None:
         raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
+
+
+def _check_gist(config: Config) -> None:
+    """Rounding goes with what every layout does alike: what is saved for attention differs from way to way."""
+    if config.gist in (None, "lossless"):
+        return
+    rounded = f"--gist {config.gist} rounds queries, keys and values"
+    if config.recompute == "none":
+        raise ConfigError(
+            f"--gist {config.gist} and --recompute none: the scores of attention would wait exactly, and take more than"
+            " rounding saves.\nTake --recompute selective, which makes them again, or --gist lossless."
+        )
+    if config.cp > 1 and config.cp_attention == "rsa":
+        raise ConfigError(
+            f"{rounded}, but --cp-attention rsa keeps probabilities as well: it would be another training run than that"
+            " of one rank.\nTake ring or ulysses, or --gist lossless."
+        )
+    if config.num_slices > 1:
+        raise ConfigError(
+            f"{rounded}, which slices of a sequence need of earlier ones exactly: it would be another training run than"
+            " that of one rank.\nTake another --schedule than terapipe, or --gist lossless."
+        )
 
 
 def _check_scale(config: Config) -> None:
@@ -130,6 +157,151 @@ def _check_experts(config: Config) -> None:
         why = "no tokens travel" if config.ep == 1 else "a rank has a single expert, so there are no halves"
         raise ConfigError(
             f"--expert-overlap with --experts {config.experts} and --ep {config.ep}: {why}; leave it out."
+        )
+
+
+OF_REDUCERS = {
+    "powersgd_rank": ("powersgd", 4),
+    "powersgd_start": ("powersgd", 0),
+    "powersgd_tables": ("powersgd", False),
+    "powersgd_fixed": ("powersgd", False),
+    "powersgd_feedback": ("powersgd", True),
+    "staleness": ("stale", 1),
+    "stale_start": ("stale", 0),
+    "stale_workers": ("stale", False),
+    "local_steps": ("local", 8),
+    "average_moments": ("local", False),
+}
+"""Options that mean something for one reducer only: which, and their defaults."""
+
+
+ASYNCHRONOUS = ("stale", "local")
+"""Reducers that do not compute what synchronous training does."""
+
+
+def _check_asynchronous(config: Config) -> None:
+    """What late gradients and workers that learn apart do not go together with."""
+    name, steps = config.reducer, config.local_steps
+    if config.zero:
+        raise ConfigError(
+            f"--reducer {name} and --zero {config.zero}: it works with whole gradients and weights on every rank; take"
+            " --zero 0, or --reducer flat."
+        )
+    if config.stale_workers and not config.staleness:
+        raise ConfigError("--stale-workers and --staleness 0: no worker would be late; give --staleness 1 or more.")
+    if config.stale_workers and config.stale_start:
+        raise ConfigError(
+            f"--stale-workers and --stale-start {config.stale_start}: workers are late from the first step on; leave"
+            " one of the two out."
+        )
+    if config.average_moments and config.optimizer == "adafactor":
+        raise ConfigError(
+            "--average-moments and --optimizer adafactor: it keeps sums of rows and columns, whose means are not those"
+            " of any gradient; take adamw or sgd."
+        )
+    for option in ("save_every", "stop_after") if name == "local" else ():
+        value = getattr(config, option)
+        if value and value % steps:
+            near = max(steps, round(value / steps) * steps)
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {value} is not divisible by --local-steps {steps}: a checkpoint holds"
+                f" the average of the workers, which must not come early for its sake.  Try {near}."
+            )
+
+
+OFFLOADABLE = ("optimizer", "activations", "parameters")
+_SIZE = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,6}))?(B|KiB|MiB|GiB|TiB)")
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def memory_size(text: str) -> int:
+    """Bytes of `512MiB` or `1.5GiB`.
+
+    Raises:
+        ConfigError: it reads otherwise.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--memory-budget {show(text)}: must be a number of B, KiB, MiB, GiB or TiB, as 2GiB.")
+    return int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])
+
+
+def _check_offload(config: Config) -> None:
+    """What is offloaded, where to, and what does not go together with it."""
+    asked, budget = config.offloads, config.memory_budget
+    if budget is not None:
+        memory_size(budget)
+    kind, colon, folder = config.offload_to.partition(":")
+    if not ((kind == "host" and not colon) or (kind == "hdf5" and folder)):
+        raise ConfigError(
+            f"--offload-to {show(config.offload_to)}: must be host, or hdf5:DIR with a folder on a disk of this host."
+        )
+    if asked is None and budget is None:
+        if config.offload_to != "host":
+            raise ConfigError(
+                f"--offload-to {show(config.offload_to)} is for --offload and --memory-budget: nothing is offloaded."
+            )
+        return
+    odd = [word for word in asked or () if word not in OFFLOADABLE]
+    if odd:
+        raise ConfigError(
+            f"--offload {show(config.offload)}: {show(odd[0])} must be one of {', '.join(OFFLOADABLE)}, several joined"
+            " by commas, or none alone."
+        )
+    for refused, why in unfit_for_offload(config, asked or frozenset()):
+        raise ConfigError(f"--offload {config.offload} and {refused}: {why}.")
+
+
+def unfit_for_offload(config: Config, what: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Options that do not go together with what is offloaded, and why."""
+    overlaps = config.pp > 1 and config.schedule.startswith("pipedream")
+    if what & {"optimizer", "parameters"} and config.optimizer == "adafactor":
+        yield (
+            "--optimizer adafactor",
+            (
+                "it looks at whole matrices, and keeps only a number a row and column of them; take --offload"
+                " activations, or --optimizer adamw"
+            ),
+        )
+    if what & {"optimizer", "parameters"} and config.reducer == "local":
+        yield "--reducer local", "workers average weights that are here; take another reducer"
+    if "parameters" in what:
+        if config.reducer not in ("flat", "bucketed"):
+            yield f"--reducer {config.reducer}", "it works with whole gradients that are here; take --reducer flat"
+        if config.zero in (1, 2):
+            yield f"--zero {config.zero}", "weights that come when they are used are those of --zero 3; take 3, or 0"
+        if config.scaling == "blocks":
+            yield "--loss-scaling blocks", "gradients in a store have one scale; take dynamic"
+        if config.tied and config.pp > 1:
+            yield "--tied with --pp", "two stages hold one table; take --untied"
+        if config.memory:
+            yield "--memory", "it tells what is here of weights that always are; leave it out"
+    if overlaps and what & {"optimizer", "parameters"}:
+        yield f"--schedule {config.schedule}", "its stages keep versions of their weights; take --schedule 1f1b"
+    if "activations" in what:
+        if config.recompute_budget is not None:
+            yield (
+                f"--recompute-budget {config.recompute_budget:g}",
+                ("both choose what waits for backward; take --memory-budget alone, with --recompute full if need be"),
+            )
+        if config.dropless:
+            yield "--dropless", "nobody knows how much experts will keep; give --capacity-factor"
+
+
+def _check_reducer(config: Config) -> None:
+    """Options of a reducer where it is asked for, and reducers that go together with what else is."""
+    for option, (its, default) in OF_REDUCERS.items():
+        value = getattr(config, option)
+        if value != default and config.reducer != its:
+            flag = option.replace("_", "-")
+            shown = f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag} {value}"
+            raise ConfigError(f"{shown} is for --reducer {its}; --reducer {config.reducer} does not use it.")
+    if config.reducer in ASYNCHRONOUS:
+        _check_asynchronous(config)
+    if config.reducer == "powersgd" and config.zero:
+        raise ConfigError(
+            f"--reducer powersgd and --zero {config.zero}: factors are made of whole gradients, of which ranks would"
+            " keep rows.\nTake --zero 0, or --reducer flat."
         )
 
 
@@ -219,6 +391,21 @@ def _check_pipeline(config: Config, dp: int) -> None:
         raise ConfigError(
             f"--schedule pipedream and {shown}: a step whose gradients overflow must be skipped by all stages, which "
             "update at different times here; take --dtype bfloat16, or pipedream-2bw."
+        )
+    if name in ("pipedream", "pipedream-2bw") and config.reducer in ASYNCHRONOUS:
+        raise ConfigError(
+            f"--schedule {name} and --reducer {config.reducer}: either is late in a way of its own, and together nobody"
+            " could say what is computed; take --schedule 1f1b, or --reducer flat."
+        )
+    if name in ("pipedream", "pipedream-2bw") and config.reducer == "powersgd":
+        raise ConfigError(
+            f"--schedule {name} and --reducer powersgd: what a step leaves out would come back with gradients of other "
+            "versions of the weights; take --schedule 1f1b, or --reducer flat."
+        )
+    if name in ("pipedream", "pipedream-2bw") and config.zero:
+        raise ConfigError(
+            f"--schedule {name} and --zero {config.zero}: stages compute with older versions of their weights, and rows"
+            " of other ranks come in the newest only; take --schedule 1f1b, or --zero 0."
         )
     _check_schedule_of_experts(config)
     unfit = {
@@ -316,8 +503,8 @@ def check_memory(
 ) -> None:
     """Refuse a model that certainly does not fit, before anything is allocated.
 
-    Counts what every rank holds at the least: its part of weights, gradients and two moments, and of the input of every
-    block for one micro-batch.
+    Counts what every rank holds at the least: its part of weights, gradients and two moments, with ZeRO its rows of
+    them, and of the input of every block for one micro-batch.
 
     Args:
         config: the settings.
@@ -336,15 +523,26 @@ def check_memory(
     if config.pp > 1:  # those of the first stage, which keeps most
         moments += {"pipedream": config.pp - 1, "pipedream-2bw": 1}.get(config.schedule, 0)
     rows = config.batch // (dp * config.microbatches)
-    held = num_parameters - of_experts + of_experts // config.ep
-    weights = ((2 + moments) * size + stored % size) * held // (config.tp * config.pp)
+    masters = size if stored < size else 0
+    whole = [stored * (config.zero < 3), size * (config.zero < 2), (masters + moments * size) * (config.zero < 1)]
+    cut = stored + size + masters + moments * size - sum(whole)  # bytes a weight of which ranks keep rows
+    weights = 0
+    for held, ranks in (
+        (num_parameters - of_experts, dp * config.cp),
+        (of_experts // config.ep, dp // config.ep * config.cp),
+    ):
+        weights += (sum(whole) * held + cut * held // ranks) // (config.tp * config.pp)
     stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
     activations = rows * config.seq_len * config.width * config.layers * stored // (stream * config.pp)
+    if config.offload_to != "host" and (config.offloads or config.memory_budget is not None):
+        return  # most of it will be on a disk
     needed = (weights + activations) * ranks_on_host
     if needed > host_bytes:
+        drops_zero = config.pp > 1 and config.schedule.startswith("pipedream")
         experts = "" if config.experts is None else f" --experts {config.experts}"
         raise ConfigError(
             f"--layers {config.layers} --width {config.width} --seq-len {config.seq_len} --batch {config.batch}"
             f"{experts}: {num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks_on_host} ranks,\n"
-            f"but this machine has {host_bytes / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches."
+            f"but this machine has {host_bytes / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches"
+            + (", or --zero 3." if dp * config.cp > 1 and config.zero < 3 and not drops_zero else ".")
         )

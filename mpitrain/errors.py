@@ -66,3 +66,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class StoreError(UserError):
+    """What was offloaded has no place, or its place cannot be read or written any more."""

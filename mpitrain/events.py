@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 class Event(NamedTuple):
     """One thing that begins or ends on one rank.
 
-    kind   "action" | "op" | "message" | "arrival": what a message brought that did not wait for it, whoever waited
-    phase  "begin" | "end"; an arrival only ends
+    kind   "action" | "op" | "message" | "arrival": what a message brought that did not wait for it, whoever waited |
+           "unit": weights of a part of the model that come when it works, and go | "copy": what the I/O thread of a
+           store moved, told by the rank when it next has to do with the store
+    phase  "begin" | "end"; an arrival and a copy only end
     name   `F3@0`, `gelu`, `gelu.backward`, `all_reduce`
     info   what there is to know, by kind: module path, shapes, axis, bytes, arrays (references, never copies)
     """

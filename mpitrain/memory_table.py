@@ -9,7 +9,7 @@ A block table follows: each tensor that a block keeps for backward, ours and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,36 +18,61 @@ from mpitrain.config import Config
 from mpitrain.debug import owners
 from mpitrain.debug.columns import aligned
 from mpitrain.debug.memory import MemoryLedger
+from mpitrain.offloading import Elsewhere
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.versions import live_versions
-from mpitrain.plan.memory import block_table, model_state, paper, peak, scratch
+from mpitrain.plan.memory import block_table, gathered, left_out, model_state, paper, peak, scratch
+from mpitrain.plan.memory.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
+from mpitrain.plan.memory.offload import elsewhere as in_store
 from mpitrain.plan.traffic import Step
 
 CORPUS = "corpus"
 KEPT, AGAIN = "kept", "made again"
 SUMS = ("total", "now"), ("peak", "at_peak")  # the sum over the owners of a column
 
+OFFLOADED = {
+    OPTIMIZER: (owners.MASTERS, owners.STATE),
+    ACTIVATIONS: (owners.ACTIVATIONS, owners.SCRATCH),
+    PARAMETERS: (owners.WEIGHTS, owners.MASTERS, owners.GRADIENTS, owners.GATHERED),
+}
+"""Whose bytes are in a store where this is offloaded, but for what is on its way."""
+
 Found = Mapping[str, Any]
-"""What one rank tells the others: now, at_peak, largest and predicted by owner, total, peak, inside, note."""
+"""What one rank tells the others: now, at_peak, largest and predicted by owner, total, peak, inside, note, stored."""
 
 
-def found_here(ledger: MemoryLedger, step: Step, config: Config) -> Found:
-    """What this rank holds, and what was predicted for it."""
+def found_here(ledger: MemoryLedger, step: Step, config: Config, elsewhere: Elsewhere | None = None) -> Found:
+    """What this rank holds, and what was predicted for it.
+
+    Args:
+        ledger: has heard it train.
+        step: as the rank sees it.
+        config: the settings.
+        elsewhere: what it has in a store instead.
+    """
     ledger.settle()
+    offloaded = elsewhere is not None and bool(elsewhere.plan.what)
     return {
         "now": ledger.now,
         "at_peak": ledger.at_peak,
         "largest": ledger.largest,
-        "predicted": predicted(step, config),
+        "predicted": predicted(step, config, elsewhere.plan.what if elsewhere is not None else ()),
         "total": ledger.total,
         "peak": ledger.peak,
         "inside": list(ledger.inside),
         "note": _of_experts(step),
+        "stored": _stored(elsewhere) if elsewhere is not None and offloaded else None,
     }
 
 
-def predicted(step: Step, config: Config) -> dict[str, int]:
-    """By owner, for those of which a formula says something.
+def _stored(elsewhere: Elsewhere) -> tuple[int, int]:
+    """Bytes of this rank's store, and what was predicted for it."""
+    found = sum(region.nbytes for region in elsewhere.home.store.regions.values())
+    return found, in_store(elsewhere.step, elsewhere.plan)
+
+
+def predicted(step: Step, config: Config, offloaded: Collection[str] = ()) -> dict[str, int]:
+    """By owner, for those of which a formula says something; nothing of those that are `offloaded`.
 
     What experts keep depends on the tokens that come to them.  With a capacity it is predicted for as many as there is
     room for: a bound.  Without one for as many as everywhere, which says nothing of a rank that is asked more.
@@ -57,7 +82,7 @@ def predicted(step: Step, config: Config) -> dict[str, int]:
     rule = SCHEDULES[config.schedule_name].versions
     rows = build_rows(config, step.row)
     others = live_versions(rows, rule)[step.pp_rank] - 1 if rule else 0
-    return {
+    known = {
         owners.WEIGHTS: state.weights,
         owners.MASTERS: state.masters,
         owners.GRADIENTS: state.gradients,
@@ -65,7 +90,18 @@ def predicted(step: Step, config: Config) -> dict[str, int]:
         owners.VERSIONS: others * state.weights,
         owners.ACTIVATIONS: peak(step, rows[step.pp_rank]),
         owners.SCRATCH: scratch(step, rows[step.pp_rank]),
+        owners.GATHERED: gathered(step),
+        owners.PENDING: _steps_late(step, config) * state.gradients + left_out(step, config.powersgd_feedback),
     }
+    gone = [owner for what in offloaded for owner in OFFLOADED[what]]
+    return {owner: nbytes for owner, nbytes in known.items() if owner not in gone}
+
+
+def _steps_late(step: Step, config: Config) -> int:
+    """How many steps gradients of this rank are on their way."""
+    if config.reducer != "stale":
+        return 0
+    return step.dp_rank // step.ep % (config.staleness + 1) if config.stale_workers else config.staleness
 
 
 def _full(step: Step) -> Step:
@@ -120,6 +156,9 @@ def table(found: Sequence[Found], when: str) -> str:
     nbytes, op, path, total = of["inside"]
     if total:
         lines.append([f"  and inside of {op} {path}".rstrip(), "", _amount(nbytes, unit)])
+    if of.get("stored"):
+        here, foretold = of["stored"]
+        lines.append(["  in the store", _amount(here, unit), "", "", _amount(foretold, unit)])
     note = f"\n  activations are predicted {of['note']}" if of["note"] else ""
     return aligned(lines, words=(0, 5)) + note
 

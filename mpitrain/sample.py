@@ -31,12 +31,13 @@ def sample(model: GPT, mesh: Mesh, corpus: Corpus, length: int, seed: int, timeo
 def continued(model: GPT, mesh: Mesh, prompt: Sequence[int], length: int, seed: int, timeout: float) -> list[int]:
     """What the model writes after a prompt; nothing on ranks that only wait.
 
-    Every replica holds the same weights, so the ranks of one pipeline, tp axis and set of experts write.  The others
-    hear of it every now and then: however long it takes, no message waits for as long as `timeout`.
+    Every replica holds the same weights, so the ranks of one pipeline, tp axis and set of experts write; with zero 3,
+    where each holds some rows only, all do.  The others hear of it every now and then: however long it takes, no
+    message waits for as long as `timeout`.
 
     Collective over the world.
     """
-    writes = all(index == 0 for axis, index in mesh.coords.items() if axis not in ("pp", "tp", "ep"))
+    writes = model.zero == 3 or all(index == 0 for axis, index in mesh.coords.items() if axis not in ("pp", "tp", "ep"))
     more = generate(model, prompt, length, seed=seed)
     written: list[int] = []
     done, size = 0, 1

@@ -15,7 +15,7 @@ norm, the optimizer and checkpoints all read this one spec.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mpitrain.errors import StateError
@@ -116,6 +116,10 @@ class Spec:
         states = {axis: state for axis, state in self._states.items() if state.dim != dim}
         later = {axis: Shard(s.dim - 1) for axis, s in states.items() if s.dim is not None and s.dim > dim}
         return Spec({**states, **later})
+
+    def by_rows(self, axes: Iterable[str]) -> Spec:
+        """The spec of this rank's rows of a tensor that is dealt out over these axes, beside how it is cut already."""
+        return Spec({**self._states, **dict.fromkeys(axes, Shard(0))})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self._states == other._states

@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpitrain import kernels
-from mpitrain.assemble import build_rows, step_of
+from mpitrain.assemble import build_rows, compression, step_of
 from mpitrain.backend import is_half
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
+from mpitrain.config_rules import ASYNCHRONOUS
 from mpitrain.data.corpus import Corpus
 from mpitrain.models.gpt import GPT
+from mpitrain.offloading import describe
 from mpitrain.optim.scaler import power
-from mpitrain.pipeline.partition import describe
+from mpitrain.pipeline.partition import describe as describe_partition
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import Costs, simulate
 from mpitrain.plan.traffic import Traffic, traffic
@@ -40,6 +42,9 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         *([("experts", _experts(config.routing, mesh, config.expert_overlap))] if config.routing is not None else []),
         *([("precision", _precision(config))] if is_half(model.like.dtype) or config.scaling != "none" else []),
         *([("recompute", _recompute(config, model))] if _recompute(config, model) else []),
+        *([("offload", describe(model.elsewhere, config))] if model.elsewhere is not None else []),
+        *([("gist", _gist(config.gist))] if config.gist is not None else []),
+        *([("zero", _zero(config, model))] if config.zero else []),
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
         *([("pipeline", _pipeline(config, mesh, model))] if mesh.pp.size > 1 else []),
         ("mesh", ", ".join([grid.removeprefix("mesh of 1 rank: "), *_cuts(config, mesh)])),
@@ -54,6 +59,8 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
             if world.size > 1
             else "none: one rank",
         ),
+        *([("asynchronous", _asynchronous(config))] if config.reducer in ASYNCHRONOUS else []),
+        *([("compression", _compression(config, mesh, model))] if config.reducer == "powersgd" else []),
         *([("traffic", _traffic(config, mesh, model))] if world.size > 1 else []),
         *([("checks", "every message and the state of every value, at every step")] if config.check else []),
         ("corpus", str(corpus)),
@@ -101,11 +108,55 @@ def _recompute(config: Config, model: GPT) -> str:
     return "; ".join(filter(None, (", ".join(said), kept)))
 
 
+def _gist(kind: str) -> str:
+    """How what is saved waits for backward."""
+    lossless = "masks and signs wait as bits, arrays with many zeros without them"
+    return lossless if kind == "lossless" else f"factors of gradients wait in {kind} bits; {lossless}"
+
+
+def _zero(config: Config, model: GPT) -> str:
+    """What ranks deal out, and how much of it is here."""
+    what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
+    own, whole = (sum(p.data.size for p in held) for held in (model.shares(), model.parameters()))
+    ahead = f", {config.prefetch} part{'s' * (config.prefetch != 1)} fetched ahead" if config.zero == 3 else ""
+    return f"stage {config.zero}: {what[config.zero]} of {own:,} of {whole:,} weights here{ahead}"
+
+
 def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
     """What a rank sends in a step, by axis: this one, and of a pipeline the one whose stages send most."""
     step = step_of(config, mesh, model)
     most = max((traffic(replace(step, pp_rank=rank)) for rank in range(step.pp)), key=Traffic.total)
     return str(most) if step.pp == 1 or most.at_most else f"at most {most}"
+
+
+def _asynchronous(config: Config) -> str:
+    """What is computed in the place of synchronous training, and what it is the same as."""
+    late, apart = (f"{number} step{'s' * (number != 1)}" for number in (config.staleness, config.local_steps))
+    if config.reducer == "stale" and not config.stale_workers:
+        start = f" after {config.stale_start} updates" if config.stale_start else ""
+        return (
+            f"gradients come {late} late{start}: the same on every layout, and not what synchronous training computes"
+        )
+    if config.reducer == "stale":
+        said = f"gradients of worker i come i mod {config.staleness + 1} steps late"
+    else:
+        moments = "and moments " if config.average_moments else ""
+        said = f"workers learn apart for {apart}, then their weights {moments}are averaged"
+    return f"{said}: every layout is a training run of its own"
+
+
+def _compression(config: Config, mesh: Mesh, model: GPT) -> str:
+    """What of the gradients of this rank travels as factors, from when on, and what is done otherwise than usual."""
+    choice = compression(config)
+    assert choice is not None
+    found = [(p, choice.of_parameter(p, mesh.sizes)) for p in model.parameters()]
+    sizes = [(p.grad.size, m.left + m.right) for p, m in found if m is not None]
+    whole, factors = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+    said = [f"PowerSGD of rank {choice.rank}: {len(sizes)} of {len(found)} tensors, {whole:,} numbers as {factors:,}"]
+    said += [f"after {config.powersgd_start} updates"] * (config.powersgd_start > 0)
+    said += ["one random factor for all steps"] * config.powersgd_fixed
+    said += ["no feedback of errors"] * (not config.powersgd_feedback)
+    return "; ".join(said)
 
 
 def _tensors(mesh: Mesh, model: GPT) -> str:
@@ -129,7 +180,7 @@ def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
         idle += f": {empty} stage{'s have' if empty > 1 else ' has'} no block"
     elif played.bubble > MUCH_IDLE:
         idle += ": more --microbatches, or another --balance, idle less"
-    return f"{config.schedule}, blocks {describe(model.partition)}; {idle}"
+    return f"{config.schedule}, blocks {describe_partition(model.partition)}; {idle}"
 
 
 def _heads(config: Config) -> str:

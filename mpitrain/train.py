@@ -53,7 +53,11 @@ from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import power
 from mpitrain.parallel.expert.counted import for_metrics, in_words, of_model
+from mpitrain.parallel.local_sgd import OWN as OF_WORKERS
+from mpitrain.parallel.powersgd import ERROR as POWERSGD_ERROR
+from mpitrain.parallel.powersgd import Q as POWERSGD_Q
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
+from mpitrain.parallel.stale import KIND as PENDING
 from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
@@ -219,6 +223,8 @@ class Training:
         finally:
             if self._lock is not None:
                 os.close(self._lock)
+            if self.model.elsewhere is not None:
+                self.model.elsewhere.home.close()
 
     def _run(self) -> None:
         if self.reports:
@@ -232,7 +238,8 @@ class Training:
             raise CheckpointError(
                 f"{self.found} has {done} steps behind it, but --steps is {steps}.  Ask for more steps than that."
             )
-        check_replicas(self.model.parameters(), self.mesh, f"before step {done + 1}")
+        held = self.model.parameters() if self.model.zero < 3 else self.model.shares()
+        check_replicas(held, self.mesh, f"before step {done + 1}")
         together(self.world, self._write_settings, here=self.world.rank == 0)
         last = min(steps, max(self.config.stop_after or steps, done))
         self._steps(done, last, steps, optimizer)
@@ -248,7 +255,8 @@ class Training:
         metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
         clock = Clock(config.batch * config.seq_len)
         batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last, self.model.positions_here)
-        checker = StateChecker(self.model.parameters(), self.mesh) if config.check else None
+        apart = self.executor.reducer.apart
+        checker = StateChecker(self.model.parameters(), self.mesh, apart) if config.check else None
         ledger = MemoryLedger({"corpus": (self.corpus.train, self.corpus.val)}) if config.memory else None
         hunter = Hunter(self.model, optimizer, self.world.rank) if config.check else None
         listeners = [listener for listener in (checker, hunter, ledger) if listener is not None]
@@ -337,7 +345,7 @@ class Training:
     def _held(self, ledger: MemoryLedger, row: int) -> list[Found]:
         """What every rank holds, and was predicted to; collective."""
         step = step_of(self.config, self.mesh, self.model, row)
-        return list(self.world.exchange(found_here(ledger, step, self.config)))
+        return list(self.world.exchange(found_here(ledger, step, self.config, self.model.elsewhere)))
 
     def _say_memory(self, held: Sequence[Found], step: int) -> None:
         """Who holds how much; after the first step also what a block keeps."""
@@ -380,7 +388,8 @@ class Training:
 
     def _sample(self) -> str:
         config, path = self.config, self.folder / "sample.txt"
-        text = sample(self.model, self.mesh, self.corpus, config.sample_length, config.seed, config.timeout)
+        with self.executor.reducer.whole():
+            text = sample(self.model, self.mesh, self.corpus, config.sample_length, config.seed, config.timeout)
         together(self.world, lambda: path.write_text(text + "\n", encoding="utf-8"), here=self.reports)
         return text
 
@@ -406,7 +415,8 @@ class Training:
     def _trial(self) -> tuple[float, float]:
         """Seconds of a step and of a validation, on the slowest rank; nothing is left of the steps that were timed."""
         config, dp = self.config, self.mesh.dp
-        before = [flat.masters.copy() for flat in self.model.flats]
+        elsewhere = self.model.elsewhere is not None and bool(self.model.elsewhere.plan.what)
+        before = [] if elsewhere else [share.master.copy() for share in self.model.shares()]
         scales = None if self.model.branch_scales is None else self.model.branch_scales.state_dict()
         self.executor = build_executor(
             config, self.model, build_optimizer(config, self.model, self.mesh), self.mesh, TRIAL_STEPS
@@ -416,9 +426,13 @@ class Training:
         for batch in self.tokens.batches(config.batch, dp.rank, dp.size, 0, TRIAL_STEPS, positions):
             times.append(seconds(lambda batch=batch: self.executor.step(batch)))
         validation = seconds(self._validate)
-        for flat, masters in zip(self.model.flats, before, strict=True):
-            flat.masters[...] = masters
-            flat.refresh()
+        if elsewhere:  # a copy might not fit here
+            for flat in self.model.flats:
+                flat.start(config.seed)
+        for share, master in zip(self.model.shares(), before, strict=not elsewhere):
+            share.master[...] = master
+            share.refresh()
+        self.executor.reducer.updated()
         if scales is not None:
             self.model.branch_scales.load_state(scales)
         slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
@@ -438,15 +452,21 @@ class Training:
         }
         if self.executor.scaler is not None:
             scalars["scaler"] = self.executor.scaler.state_dict()
-        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_tensors(), self.mesh.coords)
+        self.executor.reducer.join()
+        states = {**optimizer.state_tensors(), **self.executor.reducer.state_tensors()}
+        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh.coords)
         return checkpoint.save(self.folder, step, tensors, scalars, self.world, layout=self.mesh.sizes)
 
     def _resume(self, found: Path, optimizer: Optimizer) -> int:
-        """Fill weights and optimizer from a checkpoint; the number of steps that are done."""
-        tensors = checkpoint.slabs_of(self.model.parameters(), optimizer.state_tensors(), self.mesh.coords)
-        saved = checkpoint.load(found, tensors, self.world)
+        """Fill weights, optimizer and reducer from a checkpoint; the number of steps that are done."""
+        reducer, shapes = self.executor.reducer, checkpoint.shapes(found, self.world)
+        states = {**optimizer.state_tensors(), **reducer.state_to_fill(shapes)}
+        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh.coords)
+        besides = [name for name in shapes if name.startswith((POWERSGD_Q, POWERSGD_ERROR, PENDING, OF_WORKERS))]
+        saved = checkpoint.load(found, tensors, self.world, besides=besides)
         for flat in self.model.flats:
             flat.refresh()
+        self.executor.reducer.updated()
         counts, data = [saved.get(name) for name in ("updates", "tokens")], saved.get("data")
         if not (isinstance(data, dict) and isinstance(data.get("sha256"), str) and all(type(n) is int for n in counts)):
             raise CheckpointError(f"{found} is damaged: its manifest lacks updates, tokens or the text's sha256.")
@@ -456,10 +476,17 @@ class Training:
                 "Give the same text with --data PATH, or start a new run."
             )
         optimizer.updates = saved["updates"]
+        told = dict.fromkeys(self.world.exchange(reducer.resumed(optimizer.updates)))
+        if self.config.reducer != "powersgd" and any(name.startswith(f"{POWERSGD_ERROR}/") for name in shapes):
+            told[f"what PowerSGD left out of gradients is lost: --reducer {self.config.reducer} adds none of it"] = None
+        if self.config.reducer != "stale" and any(name.startswith(PENDING) for name in shapes):
+            told[f"gradients on their way to the weights are lost: --reducer {self.config.reducer} takes none"] = None
         self._resume_scaler(found, saved)
         self.seen = saved["tokens"]
         together(self.world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=self.world.rank == 0)
         self._say(f"go on after step {saved['step']} from {found}\n")
+        for text in filter(None, told):
+            self._say(f"{text}\n")
         return int(saved["step"])
 
     def _resume_scaler(self, found: Path, saved: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from checks_layouts import numbers
+from checks_layouts import numbers, reducer
 
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import Lazy
@@ -31,7 +31,6 @@ from mpitrain.events import Event, listen
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.adam import AdamW
-from mpitrain.parallel.data import BucketedReducer, FlatReducer
 from mpitrain.pipeline.action import parse
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.finding import Finding
@@ -39,9 +38,9 @@ from mpitrain.pipeline.partition import balance
 from mpitrain.pipeline.passes import complete
 
 SIZES = GPTConfig(vocab=17, layers=4, width=16, heads=4, seq_len=8, dropout=0.1)
-VERBS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "all_to_all", "iall_to_all", "shift", "isend")
-IN_FLIGHT = ("isend", "iall_reduce", "iall_to_all")
+IN_FLIGHT = ("isend", "iall_reduce", "iall_gather", "ireduce_scatter", "iall_to_all")
 """Verbs that return before anything has come."""
+VERBS = (*IN_FLIGHT, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
 FEW = 8
 """Elements that are spoiled: dropout may drop one."""
 UNUSED = "unused"
@@ -266,7 +265,7 @@ class Trial:
 
     Args:
         world: all ranks.
-        how: the layout and more: sizes, schedule, chunks, slices, micros, sp, bucketed, dtype, overlap.
+        how: the layout and more: sizes, schedule, chunks, slices, micros, sp, bucketed, dtype, overlap, zero.
     """
 
     def __init__(self, world: World, **how: Any) -> None:
@@ -284,8 +283,10 @@ class Trial:
             seed=3,
             dtype=how.get("dtype", "f4"),
             expert_overlap=how.get("overlap", False),
+            zero=how.get("zero", 0),
         )
-        self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
+        self.shares = self.model.shares()
+        self.optimizer = AdamW(self.shares, lr=1e-3)
         slices = how.get("slices")
         rows = complete(
             how.get("schedule", "1f1b"),
@@ -294,13 +295,12 @@ class Trial:
             chunks=chunks,
             slices=len(slices or (0,)),
         )
-        flats = self.model.flats
         self.executor = Executor(
             self.model,
             self.optimizer,
             mesh,
             rows,
-            reducer=BucketedReducer(flats, mesh, 1 << 12) if how.get("bucketed") else FlatReducer(flats, mesh),
+            reducer=reducer(self.model, mesh, 1 << 12 if how.get("bucketed") else 0),
             clip=1.0,
             slices=slices,
         )
@@ -322,24 +322,24 @@ class Trial:
         self.after = self.state()
         self.put_back(kept)
         mine = dict.fromkeys(survey.places)
-        mine.update((Place("weight", self.world.rank, path=p.name), None) for p in self.model.parameters())
+        held = [p.name for p in self.shares if p.master.size]
+        mine.update((Place("weight", self.world.rank, path=name), None) for name in held)
         for kind in self.optimizer.kinds:
-            mine.update(
-                (Place("state", self.world.rank, path=p.name, name=kind), None) for p in self.model.parameters()
-            )
+            mine.update((Place("state", self.world.rank, path=name, name=kind), None) for name in held)
         return [Place(*place) for rank in self.world.exchange(list(mine)) for place in rank]
 
     def state(self) -> list[np.ndarray]:
         """Weights and moments of this rank, copied."""
         moments = [array for of in self.optimizer.state_dict().values() for array in of.values()]
-        return [array.copy() for array in (*(p.master for p in self.model.parameters()), *moments)]
+        return [array.copy() for array in (*(p.master for p in self.shares), *moments)]
 
     def put_back(self, kept: list[np.ndarray]) -> None:
         moments = [array for of in self.optimizer.state_dict().values() for array in of.values()]
-        for array, old in zip((*(p.master for p in self.model.parameters()), *moments), kept, strict=True):
+        for array, old in zip((*(p.master for p in self.shares), *moments), kept, strict=True):
             array[...] = old
         for flat in self.model.flats:
             flat.refresh()
+        self.executor.reducer.updated()
         self.optimizer.updates = IN_ADVANCE
 
     def spoiled(self, place: Place, value: float = np.nan) -> Outcome:
@@ -347,7 +347,7 @@ class Trial:
         healthy = self.state()
         if place.rank == self.world.rank:
             if place.where == "weight":
-                p = next(p for p in self.model.parameters() if p.name == place.path)
+                p = next(p for p in self.shares if p.name == place.path)
                 p.master.reshape(-1)[:FEW] = value
                 p.refresh()
             elif place.where == "state":
@@ -369,7 +369,7 @@ class Trial:
         if (
             place.where == "weight" and place.rank == self.world.rank
         ):  # what no token of this rank looks up stays spoiled
-            number = [p.name for p in self.model.parameters()].index(place.path)
+            number = [p.name for p in self.shares].index(place.path)
             now[number].reshape(-1)[:FEW] = self.after[number].reshape(-1)[:FEW]
         unused = not text and _are_equal(self.after, now)
         self.put_back(healthy)
@@ -398,7 +398,8 @@ class Trial:
         if found.kind != kinds.get(place.where, place.where):
             return told
         micro = None
-        if place.action and place.action[0] in "FBWS" and place.name != "iall_reduce":  # which arrives at REDUCE
+        late = place.name == "iall_reduce" or (place.name == "ireduce_scatter" and self.model.zero == 1)  # at REDUCE
+        if place.action and place.action[0] in "FBWS" and not late:
             micro = parse(place.action).micro
         if found.micro != micro:
             return told

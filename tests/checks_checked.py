@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import checks_comm
+import checks_slices
 import numpy as np
 
 from mpitrain.comm.communicator import Communicator
@@ -138,6 +139,18 @@ PAIRS: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], A
         "iall_to_all (12, 12) float64 dims 0 1 of 2 at",
         "dims 1 0 of 2 at",
     ),
+    "dim_to_join_in_flight": (
+        lambda w: w.iall_gather(ZEROS).wait(),
+        lambda w: w.iall_gather(ZEROS, 1).wait(),
+        "iall_gather (4, 6) float64 dim 0 at",
+        "iall_gather (4, 6) float64 dim 1 at",
+    ),
+    "dim_to_cut_in_flight": (
+        lambda w: w.ireduce_scatter(np.zeros((12, 12))).wait(),
+        lambda w: w.ireduce_scatter(np.zeros((12, 12)), 1).wait(),
+        "ireduce_scatter (12, 12) float64 dim 0 at",
+        "ireduce_scatter (12, 12) float64 dim 1 at",
+    ),
 }
 
 
@@ -146,6 +159,8 @@ IN_FLIGHT = {
     "op_in_flight",
     "op_in_flight_when_polled",
     "exchange_in_flight",
+    "dim_to_join_in_flight",
+    "dim_to_cut_in_flight",
 }  # data is posted before anybody compares
 
 
@@ -325,6 +340,39 @@ def counts_in_flight_that_do_not_fit_are_told_before_data_moves(world: World) ->
     assert not world.mode.unfinished
 
 
+def lengths_of_slices_that_differ_are_told_on_all_ranks(world: World) -> None:
+    """Each rank's own slice has the length that it says; only all of them together do not fit."""
+    line, is_astray = line_of(world)
+    n, last = world.size, world.size - 1
+    usual, other = [2, 3, 1, 0][:n], [3, 2, 1, 0][:n]
+    counts, total = other if is_astray else usual, sum(usual)
+    told = ",".join(map(str, usual)), ",".join(map(str, other))
+    for verb in ("all_gather", "reduce_scatter", "iall_gather", "ireduce_scatter"):
+        shape = (counts[world.rank] if "gather" in verb else total, 3)
+        if verb[0] == "i" and world.transport.kind != "mpi":
+            continue  # threads refuse by themselves what is posted at once
+        told_alike(
+            world,
+            lambda verb=verb, shape=shape: checks_slices.result(getattr(line, verb)(np.zeros(shape), counts=counts)),
+            f"{verb} ({total}, 3) float64 dim 0 in slices of {told[0]} at",
+            f"rank {last} {verb} ({total}, 3) float64 dim 0 in slices of {told[1]} at",
+        )
+    wider = np.zeros((usual[world.rank], 4 if is_astray else 3))
+    told_alike(world, lambda: line.all_gather(wider, counts=usual), f"({total}, 3) float64 at", f"({total}, 4) float64")
+    one_more = [1] * n
+    one_more[0] += is_astray
+    told_alike(world, lambda: line.all_gather(np.zeros((1, 3)), counts=one_more), "(1, 3)", f"({n + 1}, 3)")
+    with world.checked():
+        mine = np.full((usual[world.rank], 3), float(world.rank))
+        flying = [line.iall_gather(mine, counts=usual) for _ in range(3)]
+        sums = [line.ireduce_scatter(np.ones((total, 3)), counts=usual) for _ in range(3)]
+        for request in reversed(sums):
+            checks_comm.same(request.wait(), np.full((usual[world.rank], 3), float(n)))
+        for request in reversed(flying):
+            assert (request.wait()[:, 0] == np.repeat(np.arange(n), usual)).all()
+    assert not world.mode.unfinished
+
+
 def shapes_beside_the_cut_that_do_not_fit_are_told(world: World) -> None:
     line, is_astray = line_of(world)
     n, last = world.size, world.size - 1
@@ -390,6 +438,19 @@ def an_array_that_is_written_while_it_is_sent_is_told(world: World) -> None:
         request = line.iall_to_all(rows)
         rows[0] = 1
         checks_comm.raises(CommError, "iall_to_all on axis line, call 3, ", request.wait)
+        for number, verb in enumerate(("iall_gather", "ireduce_scatter"), start=4):
+            rows = np.zeros((world.size, 3))
+            request = getattr(line, verb)(rows, 0)
+            rows[0] = 1
+            checks_comm.raises(CommError, f"{verb} on axis line, call {number}, ", request.wait)
+        counts = [2] + [1] * (world.size - 1)
+        whole = np.full((sum(counts), 3), float(world.rank))
+        own = np.split(whole, np.cumsum(counts)[:-1])[world.rank]
+        joined = line.iall_gather(own, out=whole, counts=counts).wait()
+        assert (joined[:, 0] == np.repeat(np.arange(world.size), counts)).all()
+        request = line.iall_gather(own, out=whole, counts=counts)
+        own[0, 0] += 1  # also where it stands in the result already
+        checks_comm.raises(CommError, "iall_gather on axis line, call 7, ", request.wait)
         place, strided = np.ones(4), np.ones(8)
         request = line.iall_reduce(place, out=place)
         assert (request.wait() == world.size).all()  # MPI itself writes it
@@ -517,6 +578,14 @@ def calls_in_flight_on_many_axes_end_well(world: World) -> None:
             mine = counts[axis.rank], [row[axis.rank] for row in counts]
             request = axis.iall_to_all(np.full(sum(mine[0]), 1.0 + axis.rank), counts=mine)
             return request, np.repeat(1.0 + np.arange(axis.size), mine[1])
+        if kind == 7:
+            lengths = [(a + length) % 3 * length for a in range(axis.size)]
+            mine = np.full(lengths[axis.rank], 1.0 + axis.rank)
+            return axis.iall_gather(mine, counts=lengths), np.repeat(1.0 + np.arange(axis.size), lengths)
+        if kind == 8:
+            lengths = [(a + length) % 3 * length for a in range(axis.size)]
+            request = axis.ireduce_scatter(np.full(sum(lengths), 1.0 + axis.rank), counts=lengths)
+            return request, axis.size * (axis.size + 1) / 2
         if kind < 3:
             return axis.iall_reduce(x, out=x if kind else None), axis.size * (axis.size + 1) / 2
         tag = kind
@@ -528,7 +597,7 @@ def calls_in_flight_on_many_axes_end_well(world: World) -> None:
         flying: list[tuple[Any, Any]] = []
         with checks_comm.mode(world, deterministic=deterministic), world.checked():
             for _ in range(80):
-                axis, kind = axes[same_on_all.integers(len(axes))], int(same_on_all.integers(7))
+                axis, kind = axes[same_on_all.integers(len(axes))], int(same_on_all.integers(9))
                 flying.append(begin(axis, kind, int(same_on_all.choice([3, 40, 10_000, 50_000]))))
                 if own.random() < 0.3:
                     flying[int(own.integers(len(flying)))][0].test()
@@ -559,7 +628,7 @@ class _Pair:
 
 def every_message_of_the_door_is_let_through(world: World) -> None:
     with world.checked():
-        for check in checks_comm.CHECKS:
+        for check in (*checks_comm.CHECKS, *checks_slices.CHECKS):
             check(world)
     assert not world.mode.unfinished
 
@@ -575,6 +644,7 @@ CHECKS: list[Callable[[World], None]] = [
     a_call_too_many_in_a_loop_is_told_within_a_turn,
     counts_that_do_not_fit_are_told_on_all_ranks,
     counts_in_flight_that_do_not_fit_are_told_before_data_moves,
+    lengths_of_slices_that_differ_are_told_on_all_ranks,
     shapes_beside_the_cut_that_do_not_fit_are_told,
     messages_that_do_not_fit_are_told_by_the_receiver,
     an_array_that_is_written_while_it_is_sent_is_told,

@@ -88,10 +88,12 @@ def every_verb_carries_every_size(world: World) -> None:
         same(world.all_reduce(rows[me], "max"), np.max(rows, axis=0))
         same(world.all_reduce(rows[me]), in_order(rows))
         same(world.all_gather(rows[me]), np.concatenate(rows))
+        same(world.iall_gather(rows[me]).wait(), np.concatenate(rows))
         same(world.broadcast(rows[me], n - 1), rows[n - 1])
         same(world.shift(rows[me], 1), rows[(me - 1) % n])
         blocks = all_data(world, n * size, "u1")
         same(world.reduce_scatter(blocks[me]), in_order(blocks).reshape(n, size)[me])
+        same(world.ireduce_scatter(blocks[me]).wait(), in_order(blocks).reshape(n, size)[me])
         same(world.all_to_all(blocks[me]), np.concatenate([b.reshape(n, size)[me] for b in blocks]))
         if n > 1:
             arrives = world.irecv((size,), "u1", (me - 1) % n, 7)
@@ -196,7 +198,9 @@ def arrays_without_dims_and_without_elements_travel(world: World) -> None:
             same(world.iall_reduce(empty).wait(), empty)
             same(world.all_gather(empty), empty)
             same(world.all_gather(empty, 1), np.empty((0, 4 * n), "f4"))
+            same(world.iall_gather(empty, 1).wait(), np.empty((0, 4 * n), "f4"))
             same(world.reduce_scatter(empty), empty)
+            same(world.ireduce_scatter(empty).wait(), empty)
             same(world.all_to_all(empty), empty)
             same(world.iall_to_all(empty).wait(), empty)
             same(world.broadcast(empty), empty)
@@ -210,8 +214,11 @@ def gathers_and_scatters_cut_every_dim(world: World) -> None:
     for deterministic in (False, True):
         with mode(world, deterministic=deterministic):
             for dim in (0, 1, 2, -1):
-                close(world.reduce_scatter(rows[me], dim), np.split(np.sum(rows, axis=0), n, dim)[me].copy())
+                mine = world.reduce_scatter(rows[me], dim)
+                close(mine, np.split(np.sum(rows, axis=0), n, dim)[me].copy())
+                (same if deterministic else close)(world.ireduce_scatter(rows[me], dim).wait(), mine)
                 same(world.all_gather(rows[me], dim), np.concatenate(rows, axis=dim))
+                same(world.iall_gather(rows[me], dim).wait(), np.concatenate(rows, axis=dim))
     for i in range(3):
         for j in range(3):
             pieces = [np.split(row, n, j)[me] for row in rows]
@@ -293,7 +300,9 @@ def messages_above_the_limit_are_cut_and_change_nothing(world: World) -> None:
                 assert world.all_reduce(x, out=x) is x
                 close(x, np.sum(rows, axis=0))
                 same(world.all_gather(rows[me]), np.concatenate(rows))
+                same(world.iall_gather(rows[me], 1).wait(), np.concatenate(rows, axis=1))
                 close(world.reduce_scatter(rows[me]), np.split(np.sum(rows, axis=0), n)[me])
+                close(world.ireduce_scatter(rows[me]).wait(), np.split(np.sum(rows, axis=0), n)[me])
                 same(world.all_to_all(rows[me]), np.concatenate([np.split(row, n)[me] for row in rows]))
                 same(world.iall_to_all(rows[me]).wait(), np.concatenate([np.split(row, n)[me] for row in rows]))
                 same(world.broadcast(rows[me], n - 1), rows[n - 1])
@@ -487,6 +496,9 @@ def results_go_where_they_are_asked_to(world: World) -> None:
                 whole = np.zeros((4 * n, 6) if dim == 0 else (4, 6 * n))
                 assert world.all_gather(rows[me], dim, out=whole) is whole
                 same(whole, np.concatenate(rows, axis=dim))
+                whole[...] = 0
+                assert world.iall_gather(rows[me], dim, out=whole).wait() is whole
+                same(whole, np.concatenate(rows, axis=dim))
     frozen = np.zeros((4, 6))
     frozen.flags.writeable = False
     raises(CommError, "read-only", lambda: world.all_reduce(rows[me], out=frozen))
@@ -555,6 +567,8 @@ def wrong_arguments_are_refused_before_a_message(world: World) -> None:
         raises(CommError, "tag", lambda: world.send(x, other, 32767))
         raises(CommError, "tag", lambda: world.send(x, other, -1))
         raises(ShapeError, f"not divisible by axis world of size {n}", lambda: world.reduce_scatter(x))
+        raises(ShapeError, f"not divisible by axis world of size {n}", lambda: world.ireduce_scatter(x))
+        raises(CommError, "sum of bool", lambda: world.ireduce_scatter(np.zeros(2 * n) > 0))
         raises(ShapeError, f"not divisible by axis world of size {n}", lambda: world.all_to_all(x))
         raises(CommError, "op is 'mean'", lambda: world.all_reduce(x, "mean"))
         raises(CommError, "sum of bool", lambda: world.all_reduce(x > 0))
@@ -622,7 +636,9 @@ def bytes_are_counted_by_verb(world: World) -> None:
     line.all_reduce(x)
     line.iall_reduce(x).wait()
     line.all_gather(x)
+    line.iall_gather(x).wait()
     line.reduce_scatter(x)
+    line.ireduce_scatter(x).wait()
     line.all_to_all(x)
     line.iall_to_all(x).wait()
     line.broadcast(x)
@@ -634,8 +650,8 @@ def bytes_are_counted_by_verb(world: World) -> None:
     each = x.nbytes * (n - 1) // n
     assert line.sent_bytes == {
         "all_reduce": 4 * each,
-        "all_gather": x.nbytes * (n - 1),
-        "reduce_scatter": each,
+        "all_gather": 2 * x.nbytes * (n - 1),
+        "reduce_scatter": 2 * each,
         "all_to_all": 2 * each,
         "broadcast": x.nbytes,
         "shift": x.nbytes,

@@ -185,13 +185,12 @@ def routers_learn_from_their_own_losses(world: World, routing: Routing, **how: A
 
 def forced(model: GPT, size: float) -> None:
     """Every token chooses expert 0: its logit is `size` times the width, those of the others the negative of it."""
-    for p in model.parameters():
+    for p in model.shares():
         if p.name.endswith("norm2.bias"):
             p.master[...] = size
         elif p.name.endswith("router.weight"):
             p.master[...] = np.where(np.arange(p.master.shape[1]) == 0, 1.0, -1.0)
-        if p.master is not p.data:
-            p.data[...] = p.master.astype(p.data.dtype)
+        p.refresh()
 
 
 class Kept:
@@ -219,6 +218,7 @@ def crowded(
     recompute: bool = False,
     empty: Sequence[int] = (),
     lr: float = 1e-3,
+    zero: int = 0,
     **axes: int,
 ) -> Kept:
     """Some steps in which every token chooses expert 0.
@@ -227,16 +227,18 @@ def crowded(
         empty: places in the global batch of rows that are padding.
     """
     mesh = Mesh(world, **axes)
-    model = GPT(replace(SIZES, routing=routing), mesh, sequence_parallel=sp, seed=3, dtype=dtype)
+    model = GPT(replace(SIZES, routing=routing), mesh, sequence_parallel=sp, seed=3, dtype=dtype, zero=zero)
     forced(model, size)
     if recompute:
         mark_recompute(model, "blocks.*", mesh.pp.exchange)
-    optimizer = AdamW(model.parameters(), lr=lr, eps=1e-6, weight_decay=0.1)
+    shares = model.shares()
+    optimizer = AdamW(shares, lr=lr, eps=1e-6, weight_decay=0.1)
     scaler = LossScaler(2.0**10) if np.dtype(dtype) == np.float16 else None
     rows_of = complete(schedule, ranks=mesh.pp.size, microbatches=micros)
     executor = Executor(model, optimizer, mesh, rows_of, clip=1.0, scaler=scaler)
+    executor.reducer.updated()  # those who share the weights that were written get them
     kept = Kept()
-    kept.before = whole(world, mesh, model.parameters(), [p.master for p in model.parameters()])
+    kept.before = whole(world, mesh, shares, [p.master for p in shares])
     for rows in numbers(SIZES).batches(batch, mesh.dp.rank, mesh.dp.size, stop_step=steps):
         odd = np.isin(rows.places, empty)[:, None]
         rows = replace(rows, targets=np.where(odd, -100, rows.targets), lengths=None)
@@ -245,11 +247,11 @@ def crowded(
         assert executor.report is not None
         assert not executor.report.skipped
         kept.reports.append(executor.report)
-        kept.gradients.append(whole(world, mesh, model.parameters(), [p.grad for p in model.parameters()]))
-        check_replicas(model.parameters(), mesh, "after a step in which one expert had all tokens")
-    kept.after = whole(world, mesh, model.parameters(), [p.master for p in model.parameters()])
+        kept.gradients.append(whole(world, mesh, shares, [p.grad for p in shares]))
+        check_replicas(shares, mesh, "after a step in which one expert had all tokens")
+    kept.after = whole(world, mesh, shares, [p.master for p in shares])
     kept.moments = states(world, mesh, optimizer)
-    for p in model.parameters():
+    for p in shares:
         assert np.isfinite(to_host(p.data)).all(), p.name
     return kept
 

@@ -20,6 +20,7 @@ from mpitrain.comm.world import World
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.compare import compare
+from mpitrain.memory.gist import Gist
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.models.transformer import branches
 from mpitrain.nn.module import mark_recompute
@@ -29,8 +30,10 @@ from mpitrain.optim.adam import AdamW
 from mpitrain.optim.optimizer import Optimizer, StateTensor
 from mpitrain.optim.scaler import BlockScaler, LossScaler
 from mpitrain.optim.sgd import Sgd
-from mpitrain.parallel.data import BucketedReducer, FlatReducer
+from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
 from mpitrain.parallel.replicas import check_replicas
+from mpitrain.parallel.zero import RowReducer
+from mpitrain.parallel.zero.gather import PREFETCH
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.pipeline.passes import complete
@@ -43,7 +46,7 @@ STEPS = 3  # two in which the ranks check each other's messages and batches, and
 AXES = ("pp", "dp", "cp", "tp")
 LAYOUT = {
     *AXES, "ep", "sp", "kind", "micros", "schedule", "chunks", "slices", "blocks", "bucket_bytes", "recompute",
-    "overlap",
+    "overlap", "zero", "prefetch",
 }  # fmt: skip
 """What must not change a training run."""
 Found = dict[str, dict[str, np.ndarray]]
@@ -100,6 +103,10 @@ def train(
     dtype: str = "float64",
     scaling: str = "none",
     scale: float = 2.0**12,
+    clip: float = 0.5,
+    zero: int = 0,
+    prefetch: int = PREFETCH,
+    gist: int | None = None,
     xp: Any = np,
     **axes: int,
 ) -> Found:
@@ -117,6 +124,8 @@ def train(
         seed=3,
         dtype=dtype_of(dtype),
         scales=scales,
+        zero=zero,
+        prefetch=prefetch,
         xp=xp,
     )
     mark_recompute(model, recompute, mesh.pp.exchange)
@@ -126,9 +135,10 @@ def train(
         mesh,
         complete(schedule, ranks=mesh.pp.size, microbatches=micros, chunks=chunks, slices=len(slices or (0,))),
         slices=slices,
-        reducer=BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else FlatReducer(model.flats, mesh),
-        clip=0.5,
+        reducer=reducer(model, mesh, bucket_bytes),
+        clip=clip,
         scaler=LossScaler(scale) if scaling == "loss" else scales,
+        policy=None if gist is None else Gist(gist),
     )
     tokens = numbers(sizes)
     losses, norms, counts, gradients = [], [], [], {}
@@ -139,16 +149,23 @@ def train(
         assert executor.report is not None
         norms.append(executor.report.grad_norm)
         counts.append(executor.report.counted)
-        gradients = gradients or whole(world, mesh, model.parameters(), [p.grad for p in model.parameters()])
-        check_replicas(model.parameters(), mesh, f"after step {len(losses)}")
+        gradients = gradients or whole(world, mesh, model.shares(), [p.grad for p in model.shares()])
+        check_replicas(model.parameters() if zero < 3 else model.shares(), mesh, f"after step {len(losses)}")
     return {
         "losses": {"loss": np.array(losses), "validation": np.array(executor.evaluate(few(tokens, mesh, model)))},
         "norms": {"norm": np.array(norms)},
         **routing(counts),
         "gradients": gradients,
-        "weights": whole(world, mesh, model.parameters(), [p.master for p in model.parameters()]),
+        "weights": whole(world, mesh, model.shares(), [p.master for p in model.shares()]),
         **states(world, mesh, optimizer),
     }
+
+
+def reducer(model: GPT, mesh: Mesh, bucket_bytes: int) -> Reducer:
+    """The one for the model's stage of ZeRO; with buckets while backward goes on, or with 0 all in one message."""
+    if model.zero:
+        return RowReducer(model, mesh, bucket_bytes or 1 << 30, overlap=bool(bucket_bytes))
+    return BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else FlatReducer(model.flats, mesh)
 
 
 def routing(counts: Sequence[Mapping[str, Sequence[float]]]) -> Found:
@@ -163,12 +180,12 @@ def routing(counts: Sequence[Mapping[str, Sequence[float]]]) -> Found:
 def method(model: GPT, sgd: bool = False, adafactor: bool = False, mesh: Mesh | None = None) -> Optimizer:
     """The optimizer of the proofs."""
     if sgd:
-        return Sgd(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        return Sgd(model.shares(), lr=0.1, momentum=0.9, weight_decay=0.01)
     if adafactor:
-        return Adafactor(model.parameters(), mesh=mesh, lr=0.02, beta1=0.5, eps=(1e-12, 1e-3), weight_decay=0.1)
+        return Adafactor(model.shares(), mesh=mesh, lr=0.02, beta1=0.5, eps=(1e-12, 1e-3), weight_decay=0.1)
     # The true gradient of a key's bias is zero, and AdamW divides the noise that is left by eps: a larger one keeps it
     # below the digits that are compared.
-    return AdamW(model.parameters(), lr=2e-3, eps=1e-6, weight_decay=0.1)
+    return AdamW(model.shares(), lr=2e-3, eps=1e-6, weight_decay=0.1)
 
 
 def numbers(sizes: GPTConfig) -> Tokens:

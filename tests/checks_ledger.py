@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,13 @@ from mpitrain.debug.ledger import Ledger, Place, in_step
 from mpitrain.events import listen
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.models.transformer import branches
-from mpitrain.optim import Adafactor, Sgd
+from mpitrain.optim import Adafactor, AdamW, Sgd
 from mpitrain.optim.scaler import BlockScaler
-from mpitrain.parallel.data import BucketedReducer
+from mpitrain.parallel.data import BucketedReducer, Reducer
+from mpitrain.parallel.local_sgd import LocalSgd
+from mpitrain.parallel.powersgd import PowerSgd
+from mpitrain.parallel.stale import Stale, StaleWorkers
+from mpitrain.parallel.zero import RowReducer
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
 from mpitrain.pipeline.passes import complete
@@ -35,7 +39,13 @@ Sums = dict[tuple[str, str, str], tuple[int, int]]
 
 
 def built(
-    world: World, step: Step, bucket_bytes: int = 0, schedule: str = "1f1b", clip: float = 0.0
+    world: World,
+    step: Step,
+    bucket_bytes: int = 0,
+    schedule: str = "1f1b",
+    clip: float = 0.0,
+    overlap: bool = False,
+    staleness: int = 0,
 ) -> tuple[Mesh, Executor, Tokens]:
     """A model on the layout of a step, what trains it, and numbers to learn."""
     mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp, ep=step.ep)
@@ -49,11 +59,24 @@ def built(
         keep_scores=step.recompute == "none",
         scales=BlockScaler(branches(step.sizes.layers)) if step.scaled else None,
         expert_overlap=step.expert_overlap,
+        zero=step.zero,
+        prefetch=step.prefetch,
     )
     again = [f"blocks.{n}" for n in range(step.sizes.layers) if step.is_recomputed(n)]
     for module in model.modules():
         module.recompute = module.name in (again if step.recomputed is None else step.recomputed)
-    reducer = BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else None
+    reducer: Reducer | None = BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else None
+    if step.zero:
+        reducer = RowReducer(model, mesh, step.bucket_bytes, overlap=overlap)
+    if step.compression is not None:
+        rank, exact, worth = step.compression
+        reducer = PowerSgd(model.flats, mesh, rank, exact=exact, worth=worth)
+    keeps_moments = step.workers is not None and step.workers.moments == 2
+    optimizer = (AdamW if keeps_moments else OPTIMIZERS[step.optimizer])(model.shares(), mesh=mesh)
+    if step.workers is not None and step.workers.steps:
+        reducer = LocalSgd(model.flats, mesh, optimizer, step.workers.steps, step.workers.moments > 0)
+    elif staleness:
+        reducer = (Stale if step.workers is None else StaleWorkers)(model.flats, mesh, staleness)
     of_batches = functools.partial(
         complete,
         schedule,
@@ -65,7 +88,7 @@ def built(
     versions = SCHEDULES[schedule].versions
     executor = Executor(
         model,
-        OPTIMIZERS[step.optimizer](model.parameters(), mesh=mesh),
+        optimizer,
         mesh,
         (lambda batches: of_batches(batches=batches)) if versions else of_batches(),
         reducer=reducer,
@@ -80,7 +103,7 @@ def built(
 
 
 def listened(world: World, step: Step, steps: int = 1, documents: bool = False, **how: Any) -> Ledger:
-    """A ledger that has heard this rank train, `steps` rows of `step.row` batches."""
+    """A ledger that has heard this rank train, `steps` rows of `step.row` batches, or times `step.period` of them."""
     return listened_with_rows(world, step, steps, documents, **how)[0]
 
 
@@ -92,7 +115,7 @@ def listened_with_rows(
     ledger, rows = Ledger(), ExpertRows()
     batches = [
         (with_documents(batch) if documents else batch).part(executor.model.positions_here)
-        for batch in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=steps * step.row)
+        for batch in tokens.batches(step.batch, mesh.dp.rank, mesh.dp.size, stop_step=steps * step.row * step.period)
     ]
     with listen(ledger), listen(rows):
         for first in range(0, len(batches), step.row):
@@ -107,6 +130,14 @@ def with_documents(batch: Batch) -> Batch:
     return replace(
         batch, documents=np.repeat(np.arange(length) >= length // 4, rows).reshape(length, rows).T.astype(int)
     )
+
+
+def rank_of(rank: int, layout: Mapping[str, Any]) -> dict[str, int]:
+    """Which rank of each axis a rank of the world is."""
+    found = {}
+    for axis in ("tp", "cp", "dp"):
+        rank, found[f"{axis}_rank"] = divmod(rank, layout.get(axis, 1))
+    return {**found, "pp_rank": rank}
 
 
 def measured(ledger: Ledger) -> Sums:
@@ -133,19 +164,20 @@ def sends_what_was_predicted(
     schedule: str = "1f1b",
     stages: tuple[int, ...] | None = None,
     clip: float = 0.0,
+    overlap: bool = False,
+    staleness: int = 0,
     **how: Any,
 ) -> None:
     """Train, on this rank, and compare; `stages`: blocks of each stage, one stage a rank unless given."""
-    pp = how.get("pp", 1)
     step = Step(
         sizes,
         batch,
-        tp_rank=world.rank % how.get("tp", 1),
-        pp_rank=world.rank // (world.size // pp),
+        **rank_of(world.rank, how),
         partition=None if stages is None else Partition(stages),
         **how,
     )
-    ledger, rows = listened_with_rows(world, step, steps, documents, schedule=schedule, clip=clip)
+    how_run = {"schedule": schedule, "clip": clip, "overlap": overlap, "staleness": staleness}
+    ledger, rows = listened_with_rows(world, step, steps, documents, **how_run)
     if sizes.routing is not None:
         step = replace(step, expert_rows=rows.found)
     assert measured(ledger) == predicted(step, steps)
@@ -187,6 +219,15 @@ def experts_of_sequence_parallel_ranks(world: World) -> None:
     sends_what_was_predicted(world, sizes, dp=2, ep=2, tp=2, sequence_parallel=True, recompute="full")
 
 
+def rows_of_weights_over_replicas_and_sequence_parallel_ranks(world: World) -> None:
+    sends_what_was_predicted(world, dp=2, tp=2, sequence_parallel=True, microbatches=2, zero=3, overlap=True)
+
+
+def rows_of_gradients_of_a_tied_pipeline(world: World) -> None:
+    sizes = replace(SIZES, tied=True)
+    sends_what_was_predicted(world, sizes, pp=2, dp=2, microbatches=4, schedule="zb-h1", zero=2, bucket_bytes=2048)
+
+
 CHECKS: list[Callable[[World], None]] = [
     replicas_of_tensor_parallel_ranks,
     sequence_parallel_with_micro_batches,
@@ -195,4 +236,6 @@ CHECKS: list[Callable[[World], None]] = [
     a_tied_pipeline_of_sequence_parallel_ranks,
     four_ranks_with_two_stages_each_some_of_them_empty,
     experts_of_sequence_parallel_ranks,
+    rows_of_weights_over_replicas_and_sequence_parallel_ranks,
+    rows_of_gradients_of_a_tied_pipeline,
 ]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from checks_ledger import rank_of
 
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
@@ -19,17 +20,19 @@ from mpitrain.debug import owners
 from mpitrain.debug.expert_rows import ExpertRows
 from mpitrain.debug.memory import MemoryLedger
 from mpitrain.events import Event, listen
+from mpitrain.memory.gist import Gist
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.models.transformer import branches
 from mpitrain.optim.adam import AdamW
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import BlockScaler
 from mpitrain.optim.sgd import Sgd
+from mpitrain.parallel.zero import RowReducer
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
 from mpitrain.pipeline.passes import complete
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.plan.memory import by_path, freed, model_state, of_stage, peak, scratch
+from mpitrain.plan.memory import by_path, freed, gathered, model_state, of_stage, peak, scratch
 from mpitrain.plan.traffic import Step
 
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16, dropout=0.1)
@@ -58,6 +61,8 @@ def built(
         keep_scores=step.recompute == "none",
         scales=BlockScaler(branches(step.sizes.layers)) if step.scaled else None,
         expert_overlap=step.expert_overlap,
+        zero=step.zero,
+        prefetch=step.prefetch,
         xp=xp,
     )
     again = [f"blocks.{n}" for n in range(step.sizes.layers) if step.is_recomputed(n)]
@@ -69,12 +74,14 @@ def built(
     versions = SCHEDULES[schedule].versions
     executor = Executor(
         model,
-        OPTIMIZERS[optimizer](model.parameters()),
+        OPTIMIZERS[optimizer](model.shares()),
         mesh,
         (lambda batches: rows(batches=batches)) if versions else rows(),
         versions=versions,
         slices=step.slices,
         scaler=model.branch_scales,
+        reducer=RowReducer(model, mesh, step.bucket_bytes) if step.zero else None,
+        policy=None if step.gist is None else Gist(step.gist),
     )
     numbers = (np.arange(40 * step.sizes.seq_len + 2) * 7919 % step.sizes.vocab).astype(np.uint16)
     corpus = Corpus(numbers, numbers, step.sizes.vocab, "bytes", "numbers", (), (), "")
@@ -129,12 +136,10 @@ def holds_what_was_predicted(
 
     `padded` (of the step): the last three tokens of every sequence are padding.
     """
-    pp = how.get("pp", 1)
     step = Step(
         sizes,
         batch,
-        tp_rank=world.rank % how.get("tp", 1),
-        pp_rank=world.rank // (world.size // pp),
+        **rank_of(world.rank, how),
         partition=None if stages is None else Partition(stages),
         **how,
     )
@@ -159,6 +164,9 @@ def holds_what_was_predicted(
     state = model_state(step, optimizer)
     held = [ledger.now.get(owner, 0) for owner in (owners.WEIGHTS, owners.MASTERS, owners.GRADIENTS, owners.STATE)]
     assert held == [*state]
+    assert ledger.largest.get(owners.GATHERED, 0) == gathered(step)
+    assert executor.model.resident is None or executor.model.resident.peak == gathered(step)
+    assert ledger.now.get(owners.GATHERED, 0) == ledger.now.get(owners.WHOLE, 0) == 0
     assert ledger.now.get(owners.SCRATCH, 0) == 0
     assert ledger.largest.get(owners.SCRATCH, 0) == max(scratch(each, row) for each in steps)
 
@@ -269,10 +277,20 @@ def a_pipeline_that_recomputes(world: World) -> None:
     every_owner_is_needed(world, wanted, pp=2, microbatches=4, recompute="full", optimizer="sgd")
 
 
+def ranks_that_keep_rows_of_gradients(world: World) -> None:
+    every_owner_is_needed(world, STAYS | COMES | {owners.WHOLE}, dp=2, zero=2)
+
+
+def ranks_that_keep_rows_of_weights(world: World) -> None:
+    every_owner_is_needed(world, STAYS | COMES | {owners.WHOLE, owners.GATHERED}, dp=2, zero=3)
+
+
 CHECKS: list[Callable[[World], None]] = [
     replicas,
     sequence_parallel_ranks,
     a_pipeline,
     a_pipeline_that_parts_backward,
     a_pipeline_that_recomputes,
+    ranks_that_keep_rows_of_gradients,
+    ranks_that_keep_rows_of_weights,
 ]

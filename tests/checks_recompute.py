@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from checks_layouts import SIZES, method, numbers, with_documents
 
+from mpitrain.autograd.node import SavePolicy
 from mpitrain.autograd.recompute import CHECKS_PURITY
 from mpitrain.backend import to_host
 from mpitrain.comm.mesh import Mesh
@@ -44,6 +45,7 @@ def trained(
     chunks: int = 1,
     slices: Sequence[int] | None = None,
     dtype: Any = np.float64,
+    policy: SavePolicy | None = None,
     **axes: int,
 ) -> tuple[dict[str, bytes], list[int]]:
     """This rank's losses, gradients and weights as bytes, and the bytes that wait at the end of each F.
@@ -51,6 +53,7 @@ def trained(
     Args:
         recomputed: patterns of the parts that are.
         states: under the check of states.
+        policy: how what is saved waits for backward.
     """
     mesh = Mesh(world, **axes)
     model = GPT(
@@ -79,6 +82,7 @@ def trained(
         slices=slices,
         reducer=BucketedReducer(model.flats, mesh, 2048),
         clip=0.0 if rule else 0.5,
+        policy=policy,
     )
     found: dict[str, bytes] = {}
     waiting: list[int] = []

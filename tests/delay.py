@@ -44,7 +44,7 @@ class Delayed:
         def late(*args: Any, **how: Any) -> Any:
             self.messages += 1
             due = time.monotonic() + self._seconds
-            if verb in ("isend", "irecv") or verb.startswith("iall"):
+            if verb.startswith("i"):  # isend, iall_reduce, ...
                 return Late(do(*args, **how), due, self._sleep)
             do(*args, **how)
             self._sleep(due)

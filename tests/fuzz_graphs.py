@@ -7,7 +7,7 @@
 
 A graph has leaves of all shapes, strides and dtypes, up to some twenty ops, and seeds at several values.  Its values
 are compared with a naive implementation, its gradients with PyTorch (where it is installed) and with finite
-differences, other ways to walk the tape (split, through a policy, over two tapes) with the plain one, and half and
+differences, other ways to walk the tape (split, encoded, over two tapes) with the plain one, and half and
 single precision with double.  What is not equal but for rounding is made small and printed as a program that shows it.
 
 Exit code: 0 if nothing is wrong, 1 if something is, or if a public op never occurred.

@@ -6,7 +6,8 @@ A mutation is put on in the layout's run only, never in the one rank's that it i
 right.  Each is one line's worth of damage, of the kind that passes small tests elsewhere.  All of them must be caught,
 by `mpitrain verify` or by the check of states, and none may be inert: test_mutations.py sees to both.  Those of
 pipelines are in mutations_pipeline.py, those of optimizers in mutations_optimizer.py, those of memory and scales in
-mutations_memory.py, those of experts in mutations_experts.py.
+mutations_memory.py, those of experts in mutations_experts.py, those of compression in mutations_powersgd.py, those of
+ZeRO in mutations_zero.py, those of offload in mutations_offload.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mpitrain.comm.world import world
 from mpitrain.data import order
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.models import gpt, transformer
-from mpitrain.models.gpt import GPT
+from mpitrain.models.gpt import Positions
 from mpitrain.nn import layers
 from mpitrain.parallel import context, data, grouped, sequence, tensor, vocabulary
 from mpitrain.parallel.context import ring
@@ -382,12 +383,12 @@ def _() -> Iterator[None]:
 
 @bug("a slice of the sequence gets the positions of the first one", "tp2,sp")
 def _() -> Iterator[None]:
-    whole = GPT._positions
+    whole = Positions.forward
 
-    def first(self: GPT, length: int, mine: slice, positions: Any) -> Tensor:
-        return whole(self, length, slice(0, mine.stop - mine.start), positions)
+    def first(self: Positions, x: Tensor, length: int, mine: slice, positions: Any) -> Tensor:
+        return whole(self, x, length, slice(0, mine.stop - mine.start), positions)
 
-    with put(GPT, "_positions", first):
+    with put(Positions, "forward", first):
         yield
 
 
@@ -458,7 +459,7 @@ def _() -> Iterator[None]:
 
 @bug("positions are counted from zero on every rank of cp", "cp2")
 def _() -> Iterator[None]:
-    with put(GPT, "_positions", lambda self, length, mine, positions: self.positions[:length]):
+    with put(Positions, "forward", lambda self, x, length, mine, positions: x + self.weight[:length]):
         yield
 
 

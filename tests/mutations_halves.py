@@ -19,6 +19,7 @@ from mpitrain import kernels
 from mpitrain.autograd.ops import branch
 from mpitrain.autograd.ops.fused import LayerNorm
 from mpitrain.nn.parameter import Flat, Parameter
+from mpitrain.nn.share import CutFlat
 from mpitrain.optim import adam
 from mpitrain.optim.elementwise import Elementwise
 from mpitrain.optim.scaler import LossScaler
@@ -122,7 +123,7 @@ def _() -> Iterator[None]:
         for flat, axis in self._work:
             data.settle(flat.parameters)
             if flat.axes:
-                flat.grads[...] = axis.all_reduce(data.as_sent(flat.grads, flat.weights))
+                flat.grads[...] = axis.all_reduce(data.as_sent(flat.grads, flat.weights, axis))
 
     with put(data.FlatReducer, "finish", finish):
         yield
@@ -216,4 +217,40 @@ def _() -> Iterator[None]:
         return mine
 
     with put(Update, "_measure", blind):
+        yield
+
+
+def brought(change: Callable[[CutFlat, Any], Any]) -> Any:
+    """Sums over ranks change as they come to the shares: change(flat, summed)."""
+    whole = CutFlat.bring
+
+    def changed(self: CutFlat, first: int, last: int, summed: Any) -> None:
+        summed[...] = change(self, summed)
+        whole(self, first, last, summed)
+
+    return put(CutFlat, "bring", changed)
+
+
+@of_halves("the sum over ranks of a share is rounded to a half", "shares", "C20")
+def _() -> Iterator[None]:
+    with brought(lambda flat, summed: rounded(summed)):
+        yield
+
+
+@of_halves("shares add up micro-batches in halves", "shares", "T21.6")
+def _() -> Iterator[None]:
+    whole = CutFlat.bring
+
+    def in_halves(self: CutFlat, first: int, last: int, summed: Any) -> None:
+        whole(self, first, last, summed)
+        if self.shares[first].touched:
+            self.grads[...] = rounded(self.grads)
+
+    with put(CutFlat, "bring", in_halves):
+        yield
+
+
+@of_halves("what a rank brings to a share is a mean", "shares", "C20")
+def _() -> Iterator[None]:
+    with brought(lambda flat, summed: summed / flat.ranks):
         yield

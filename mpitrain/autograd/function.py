@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpitrain import kernels
-from mpitrain.autograd.tape import PATH, TAPE, Node
+from mpitrain.autograd.needs import Need
+from mpitrain.autograd.node import Node
+from mpitrain.autograd.tape import PATH, TAPE
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, is_half
 from mpitrain.events import LISTENERS, Event, tell
@@ -52,6 +54,8 @@ class Function:
         like: the operation whose rules of states hold for this one too; None: its own, or those of an operation element
             by element.  Its inputs begin as those of `like`, and its keyword arguments are called as there.
         node_type: the kind of node that a tape records; another one than `Node` is walked its own way.
+        needs: of each array that forward saves what backward needs of it (`mpitrain.autograd.needs`), which a policy of
+            the tape may make use of; those at the end that are needed exactly may be left out.
 
     One that sends says so by an `arrow` (mpitrain.collectives.Arrow).
     """
@@ -63,6 +67,7 @@ class Function:
     takes_lazy: ClassVar[bool] = False
     like: ClassVar[type[Function] | None] = None
     node_type: ClassVar[type[Node]] = Node
+    needs: ClassVar[tuple[Need, ...]] = ()
 
     forward: ClassVar[Any]
     backward: ClassVar[Any]

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpitrain.autograd.function import Function
-from mpitrain.autograd.tape import TAPE, Node, Tape
+from mpitrain.autograd.node import Node
+from mpitrain.autograd.tape import TAPE, Tape
 from mpitrain.autograd.tensor import Tensor
 
 
@@ -74,6 +75,9 @@ class Sketch(Inner):
             t.requires_grad = True
             t.tape = self
             t.weight_side = weights_only
+
+    def mark(self, node: Node) -> None:
+        """What runs a second time makes its marks then."""
 
     def close(self) -> None:
         """A gradient of what it made and did not return would be lost from now on."""

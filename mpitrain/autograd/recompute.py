@@ -34,7 +34,8 @@ from mpitrain.autograd.arguments import Arguments, tensors_in
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.inner import Inner, Sketch
 from mpitrain.autograd.lazy import Lazy
-from mpitrain.autograd.tape import PATH, TAPE, Node, Seed, Slot, Tape
+from mpitrain.autograd.node import Node
+from mpitrain.autograd.tape import PATH, TAPE, Seed, Slot, Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_host
 from mpitrain.errors import GraphError
@@ -111,7 +112,8 @@ class Recomputed(Node):
     Attributes:
         name, fn, arguments: of the call.
         places: of the tensors among the arguments on the outer tape; None: they are not on it.
-        weights: parameters that it uses, with the arrays and the counts of writes that they had.
+        weights: parameters that it uses, with the arrays and the counts of writes that they had; without an array
+            where it comes and goes.
         captured: arrays of the tensors that it uses and was not given; it keeps them alive.
         checksums: of its outputs, if they were asked for.
         again: the tape of the second forward, from its begin to the end of the walk; None before and after.
@@ -136,7 +138,7 @@ class Recomputed(Node):
         self.fn, self.arguments, self.name = fn, arguments, _name(fn)
         given = set(arguments.tensors)
         self.places = tuple([tape.slot(t) for t in arguments.tensors])
-        self.weights = tuple([(p, p.data, p.writes) for p in leaves if p.is_parameter])
+        self.weights = tuple([(p, None if p.visits else p.data, p.writes) for p in leaves if p.is_parameter])
         self.captured = tuple([t.data for t in leaves if t not in given and not t.is_parameter])
         self.checksums = tuple([_checksum(t.data) for t in outputs]) if CHECKS_PURITY.get() else None
 
@@ -227,7 +229,7 @@ class Recomputed(Node):
     @contextmanager
     def _own_weights(self) -> Iterator[None]:
         """Parameters have the arrays of the first forward: some pipelines exchange them in between."""
-        now = [(p, p.data, p.writes) for p, _, _ in self.weights]
+        now = [(p, None if p.visits else p.data, p.writes) for p, _, _ in self.weights]
         _bind(self.weights)
         try:
             yield
@@ -276,12 +278,14 @@ def _name(fn: Callable[..., Any]) -> str:
     return own if owner is None and own is not None else type(fn if owner is None else owner).__name__.lower()
 
 
-_Binding = tuple[Any, Array, Any]  # a parameter, its array, the count of writes into it
+_Binding = tuple[Any, Array | None, Any]  # a parameter, its array, the count of writes into it
 
 
 def _bind(bindings: Iterable[_Binding]) -> None:
     for parameter, data, writes in bindings:
-        parameter.data, parameter.writes = data, writes
+        parameter.writes = writes
+        if data is not None:
+            parameter.data = data
 
 
 def _outputs(tape: Inner, returned: Any) -> list[Tensor]:

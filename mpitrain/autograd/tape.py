@@ -21,9 +21,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.autograd.lazy import Lazy, added
+from mpitrain.autograd.node import CONSTANT, Node, SavePolicy, Visit
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, is_half
 from mpitrain.errors import GraphError
@@ -40,91 +41,6 @@ PATH: ContextVar[str] = ContextVar("mpitrain.path", default="")
 
 Gradient = Any  # an array, or Lazy
 Seed = tuple["Tensor | Slot", Array]
-CONSTANT = -1
-
-
-class SavePolicy(Protocol):
-    """Decides how an array waits between forward and backward: as it is, in half precision, on the host ..."""
-
-    def pack(self, function: type[Function], array: Array) -> Any:
-        """Take an array that `function` saves, give back what shall wait in its place."""
-
-    def unpack(self, handle: Any) -> Array:
-        """The array again."""
-
-
-class Node:
-    """One operation that happened.
-
-    inputs: the slot of each input, CONSTANT where no gradient is wanted; wanted: where one is; weight_side: which of
-    them are weight-side; outputs: slots, with shapes and dtypes for printing; saved: what forward returned for backward
-    (or the policy's handles); firsts: parameters that are used here for the first time, so their gradient is final
-    after this node.
-    """
-
-    __slots__ = (
-        "firsts",
-        "function",
-        "inputs",
-        "kinds",
-        "outputs",
-        "path",
-        "saved",
-        "static",
-        "wanted",
-        "weight_side",
-    )
-
-    function: type[Function]
-    saved: Any
-    static: dict[str, Any]
-    path: str
-    inputs: tuple[int, ...]
-    wanted: tuple[bool, ...]
-    weight_side: tuple[bool, ...]
-    outputs: tuple[int, ...]
-    kinds: tuple[tuple[tuple[int, ...], Any], ...]
-    firsts: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        left = ", ".join(f"%{slot}" for slot in self.outputs)
-        args = ", ".join("const" if slot == CONSTANT else f"%{slot}" for slot in self.inputs)
-        static = ", ".join(self.details())
-        right = "  ".join(f"{shape} {dtype}" for shape, dtype in self.kinds)
-        arrow = getattr(self.function, "arrow_text", None)
-        parts = [f"{left} = {self.function.title()}({args}{'; ' if static else ''}{static})"]
-        parts += [arrow(**self.static)] if arrow else []
-        return "  ".join([*parts, right, self.path]).rstrip()
-
-    def details(self) -> list[str]:
-        """What is printed behind the inputs."""
-        return [text for text in (_static_text(*item) for item in self.static.items()) if text]
-
-    def held(self, packed: bool) -> Iterator[Any]:
-        """The arrays that wait in this node, or a policy's handles."""
-        for item in self.saved or ():
-            yield item[1] if packed else item
-
-    def walk(self, tape: Tape, grad: Any, half: str) -> Iterator[tuple[Any, ...]]:
-        """Its own way back, of a node that is of another kind than this class (see `Tape.backward` for what it yields).
-
-        Args:
-            tape: that it is on.
-            grad: of its output, a tuple where there are several; None where nobody wants one.
-            half: "" for the whole, "inputs" for B, which yields nothing, "weights" for W.
-        """
-        raise AssertionError("a plain node is walked by its tape")
-
-
-def _static_text(name: str, value: Any) -> str:
-    """One keyword argument of a node as text; '' for what would not fit on the line."""
-    axis = getattr(value, "name", None)
-    if axis is not None and hasattr(value, "ranks"):
-        return str(axis)
-    if getattr(value, "shape", ()):
-        return f"{name}={tuple(value.shape)}"
-    text = f"{name}={value}"
-    return text if len(text) <= 40 else ""
 
 
 class Slot(NamedTuple):
@@ -158,7 +74,8 @@ class Tape:
         self._slots = 0
         self._leaves: dict[Tensor, int] = {}
         self._leaf_at: dict[int, Tensor] = {}
-        self._weights: list[tuple[Any, Array, Any, int]] = []  # parameter, its array, the array's writes, how many
+        self._weights: list[tuple[Any, Array | None, Any, int]] = []  # parameter, its array, its writes, how many
+        self._views: dict[int, Visit] = {}  # slot -> the weight that comes and goes of which it is a view
         self._packed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._pending: dict[int, Gradient] = {}
         self._owned: set[int] = set()
@@ -191,12 +108,16 @@ class Tape:
             raise GraphError("this tape was walked already: an op cannot be recorded on it any more")
         node = function.node_type()
         node.function, node.static, node.path = function, static, path
-        node.saved = saved if self.policy is None else self._pack(function, saved, inputs)
         node.firsts = ()
         slots, wanted, sides = [], [], []
         weights_only = function.weight_side
+        visits = False
         for t in inputs:
             if isinstance(t, Tensor) and t.requires_grad:
+                if t.is_parameter:
+                    visits = visits or t.visits  # type: ignore[attr-defined]
+                elif self._views and t.tape is self and t.slot in self._views:
+                    visits = True
                 slots.append(t.slot if t.tape is self else self._leaf(t, node))
                 wanted.append(True)
                 sides.append(t.weight_side)
@@ -206,6 +127,9 @@ class Tape:
                 wanted.append(False)
                 sides.append(False)
         node.inputs, node.wanted, node.weight_side = tuple(slots), tuple(wanted), tuple(sides)
+        if visits:
+            saved = self._noted(saved, inputs, is_op=type(node) is Node)
+        node.saved = saved if self.policy is None else self._pack(node, saved, inputs)
         first = slot = self._slots
         for t in outputs:
             t.requires_grad = True
@@ -220,7 +144,33 @@ class Tape:
         else:
             node.outputs = tuple(range(first, slot))
             node.kinds = tuple([(t.data.shape, t.data.dtype) for t in outputs])
+        weight = inputs[0] if visits and weights_only and len(inputs) == 1 else None
+        if weight is not None and weight.is_parameter and _owner(outputs[0].data) is _owner(weight.data):
+            self._views[first] = Visit(weight, function, static)
         self.nodes.append(node)
+
+    def _noted(self, saved: tuple[Any, ...], inputs: Sequence[Any], is_op: bool) -> tuple[Any, ...]:
+        """What a node saves, with a note in the place of each weight that will not be here all the time.
+
+        Raises:
+            GraphError: an op uses such a weight that is not here just now: what stands for it has no memory.  (A
+                recomputed function may be around the part whose weight it is.)
+        """
+        notes: list[tuple[Array, Visit]] = []
+        for t in inputs:
+            if not isinstance(t, Tensor):
+                continue
+            if t.is_parameter and t.visits:  # type: ignore[attr-defined]
+                if is_op and t.size > 1 and not any(t.data.strides):
+                    name = t.name  # type: ignore[attr-defined]
+                    raise GraphError(
+                        f"{name} is used outside of its part of the model, and with zero 3 it is here only while that"
+                        " part works.\nUse it inside of the part's forward, or say in Module.parts which part it is of."
+                    )
+                notes.append((t.data, Visit(t)))
+            elif t.tape is self and t.slot in self._views:
+                notes.append((t.data, self._views[t.slot]))
+        return tuple([next((note for array, note in notes if array is item), item) for item in saved])
 
     def _leaf(self, t: Tensor, node: Node) -> int:
         """The slot of a tensor that this tape did not make; a new one on its first use."""
@@ -237,36 +187,50 @@ class Tape:
             self._leaf_at[slot] = t
             if t.is_parameter:
                 node.firsts += (t,)
-                writes = t.writes  # type: ignore[attr-defined]
-                self._weights.append((t, t.data, writes, writes.count))
+                writes, visits = t.writes, t.visits  # type: ignore[attr-defined]
+                self._weights.append((t, None if visits else t.data, writes, writes.count))
         return slot
 
-    def _pack(self, function: type[Function], saved: tuple[Any, ...], inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Hand each array that a node saves to the policy, an array that several nodes save only once.
+    def mark(self, node: Node) -> None:
+        """Append a node that is no operation: backward walks it where it comes to it."""
+        self.nodes.append(node)
 
-        Weights stay as they are: they live on anyway, so a policy could save no memory, only digits lose.  So do
-        numbers, also NumPy's, which ops on 0-d arrays return.
+    def _pack(self, node: Node, saved: tuple[Any, ...], inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Hand each array that a node saves to the policy, and with an array that was saved before its handle.
+
+        What lives on anyway stays as it is, for a policy could save no memory, only digits lose: weights, and
+        constants, which are the batch's; not masks, which are made of it.  So do numbers, also NumPy's, which ops on
+        0-d arrays return.
         """
         assert self.policy is not None
-        weights = [t.data for t in inputs if isinstance(t, Tensor) and t.weight_side]
+        living = [t.data for t in inputs if isinstance(t, Tensor) and (t.weight_side or not t.requires_grad)]
+        living += [t for t in inputs if not isinstance(t, Tensor)]
         handles = []
-        for array in saved:
-            if not hasattr(array, "nbytes") or not array.shape or any(array is weight for weight in weights):
+        for place, array in enumerate(saved):
+            packs = hasattr(array, "nbytes") and array.shape
+            if not packs or (array.dtype != bool and any(array is other for other in living)):
                 handles.append((False, array))
                 continue
             known = self._packed.get(id(array))
             if known is None or known[0]() is not array:
-                known = (weakref.ref(array), self.policy.pack(function, array))
-                self._packed[id(array)] = known
-            handles.append((True, known[1]))
+                handle = self.policy.pack(node, place, array)
+            else:
+                handle = self.policy.share(node, place, array, known[1])
+            self._packed[id(array)] = (weakref.ref(array), handle)
+            handles.append((True, handle))
         return tuple(handles)
 
     def saved_of(self, node: Node) -> tuple[Any, ...]:
         """What a node saved, as it was."""
         policy = self.policy
         if policy is None:
-            return tuple(node.saved)
-        return tuple(policy.unpack(handle) if packed else handle for packed, handle in node.saved)
+            saved = tuple(node.saved)
+        else:
+            saved = tuple(
+                policy.unpack(node, place, handle) if packed else handle
+                for place, (packed, handle) in enumerate(node.saved)
+            )
+        return tuple([item.array if type(item) is Visit else item for item in saved])
 
     def slot(self, t: Tensor) -> Slot | None:
         """The place of a tensor on this tape; None if it is not there, as a value that went through untouched."""
@@ -334,6 +298,7 @@ class Tape:
         if self._walked:
             raise GraphError("this tape was walked already; a tape is walked once, record the forward pass again")
         self._walked = walk
+        self._packed.clear()  # nodes alone hold what waits from here on, so it goes with them
         self._check_weights()
         for t, grad in seeds:
             slot = t if isinstance(t, Slot) else self.slot(t)
@@ -394,12 +359,14 @@ class Tape:
             grad = tuple(g.array() if isinstance(g, Lazy) else g for g in grad)
         elif isinstance(grad, Lazy) and not node.function.takes_lazy:
             grad = grad.array()
-        saved = node.saved if self.policy is None else self.saved_of(node)
+        saved = node.saved
+        if self.policy is not None or any(type(item) is Visit for item in saved):
+            saved = self.saved_of(node)
         listeners = LISTENERS.get()
         if listeners:
             name = f"{node.function.title()}.backward"
             info = {"path": node.path, "function": node.function, "grad": grad, "wanted": wanted}
-            info |= {"tape": self, "node": node}
+            info |= {"tape": self, "node": node, "saved": saved}
             tell(listeners, Event("op", "begin", name, info))
             grads = node.function.backward(grad, *saved, wanted=wanted, **node.static)
             tell(listeners, Event("op", "end", name, {**info, "grads": grads}))
@@ -467,7 +434,7 @@ class Tape:
         counts as the array whose memory it keeps alive, once.  Where a policy packs, its handles count, if they have
         `nbytes`.
         """
-        weights = {id(_owner(array)) for _, array, _, _ in self._weights}
+        weights = {id(_owner(array)) for _, array, _, _ in self._weights if array is not None}
         seen: dict[int, int] = {}
         for array in self.held():
             if hasattr(array, "nbytes"):

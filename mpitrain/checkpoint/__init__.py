@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ __all__ = [
     "read_manifest",
     "retire_after",
     "save",
+    "shapes",
     "slabs_of",
     "survey",
     "sweep",
@@ -131,7 +132,23 @@ def save(
     return folder
 
 
-def load(path: str | os.PathLike[str], tensors: Sequence[SlabRef], world: Communicator) -> dict[str, Any]:
+def shapes(path: str | os.PathLike[str], world: Communicator) -> dict[str, tuple[int, ...]]:
+    """Name -> full shape of every tensor in a checkpoint.  Collective over the world.
+
+    Raises:
+        CheckpointError: its manifest cannot be read; the same on all ranks.
+    """
+    manifest = _together(world, lambda: read_manifest(Path(path)), f"{path} cannot be read")
+    return {name: tensor.shape for name, tensor in manifest.tensors.items()}
+
+
+def load(
+    path: str | os.PathLike[str],
+    tensors: Sequence[SlabRef],
+    world: Communicator,
+    *,
+    besides: Collection[str] = (),
+) -> dict[str, Any]:
     """Fill this rank's slabs from a checkpoint.  Collective over the world.
 
     Nothing is written before everything that names, shapes, dtypes and file sizes can tell was checked on all ranks.
@@ -140,6 +157,7 @@ def load(path: str | os.PathLike[str], tensors: Sequence[SlabRef], world: Commun
         path: folder of the checkpoint.
         tensors: this rank's slabs; together with those of all ranks exactly the tensors of the checkpoint.
         world: all ranks.
+        besides: names of tensors that nobody wants, if it has them.
 
     Returns:
         The scalars that were saved, and "step".
@@ -153,7 +171,7 @@ def load(path: str | os.PathLike[str], tensors: Sequence[SlabRef], world: Commun
     mine = [(slab.name, slab.full_shape, slab.array.dtype.name) for slab in tensors]
     for rank_wants in world.exchange(mine):
         wanted.update((name, (tuple(shape), dtype)) for name, shape, dtype in rank_wants)
-    _check_fit(folder, manifest, wanted)
+    _check_fit(folder, manifest, wanted, besides)
     by_file: dict[str, list[hdf5.Piece]] = {}
     for slab in tensors:
         for source in manifest.tensors[slab.name].slabs:
@@ -245,13 +263,15 @@ def _version() -> str:
         return "not installed"
 
 
-def _check_fit(folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+def _check_fit(
+    folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...], str]], besides: Collection[str]
+) -> None:
     """Refuse a checkpoint of another model; all ranks see the same, so all raise the same."""
     saved = manifest.tensors
     lines = []
     if missing := [name for name in wanted if name not in saved]:
         lines.append(f"missing in it: {_some(missing)}")
-    if unexpected := [name for name in saved if name not in wanted]:
+    if unexpected := [name for name in saved if name not in wanted and name not in besides]:
         lines.append(f"unexpected in it: {_some(unexpected)}")
     both = [(name, saved[name], *wanted[name]) for name in wanted if name in saved]
     if odd := [f"{name} is {s.shape}, the model wants {shape}" for name, s, shape, _ in both if s.shape != shape]:

@@ -42,7 +42,7 @@ class Alone:
         if send is not None:
             self._copy(send, recv)
 
-    def reduce_scatter(self, send: Array, recv: Array) -> None:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
         self._copy(send, recv)
 
     def all_to_all(
@@ -75,6 +75,10 @@ class Alone:
 
     def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Pending:
         self.all_gather(send, recv, counts)
+        return _Done()
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        self._copy(send, recv)
         return _Done()
 
     def iall_to_all(

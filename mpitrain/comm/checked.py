@@ -159,6 +159,17 @@ class Checks:
             return Later(self._check, post, self._queue, self._mode.unfinished)
         return Both(self._check, post())
 
+    def flying(self, post: Callable[[], Pending], a: Array, kept: bool) -> Pending:
+        """Of a non-blocking collective: the message, posted when it is known to fit.
+
+        Args:
+            post: posts it.
+            a: the array that it reads.
+            kept: whether nobody may write it before the message is complete; else the message itself does.
+        """
+        message = self.receiving(post)
+        return self.untouched(message, a) if kept else message
+
     def exchanging(self, post: Callable[[], Pending], a: Array, how: Sequence[Any]) -> Pending:
         """Of a non-blocking all-to-all: the message, posted when it and its blocks are known to fit.
 

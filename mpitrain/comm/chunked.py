@@ -120,11 +120,25 @@ class Chunked:
 
         return Several(parts, spread)
 
-    def reduce_scatter(self, send: Array, recv: Array) -> None:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
         """Slices of every block."""
-        blocks, sink = send.reshape(self._transport.size, -1), recv.reshape(-1)
-        for piece in self._slices(sink.size, self._transport.size):
-            self._transport.reduce_scatter(np.ascontiguousarray(blocks[:, piece]), sink[piece])
+        for part in self._block_slices(send, recv, counts):
+            self._transport.reduce_scatter(*part)
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Several:
+        """Slices of every block, all at once."""
+        return Several([self._transport.ireduce_scatter(*part) for part in self._block_slices(send, recv, counts)])
+
+    def _block_slices(
+        self, send: Array, recv: Array, counts: Sequence[int] | None
+    ) -> Iterator[tuple[Array, Array, list[int]]]:
+        """Slice by slice of every block: what a reduce-scatter takes."""
+        size, sink = self._transport.size, recv.reshape(-1)
+        lengths = [sink.size] * size if counts is None else counts
+        blocks = np.split(send.reshape(-1), np.cumsum(lengths)[:-1])
+        for piece in self._slices(max(lengths), size):
+            parts = [block[piece] for block in blocks]
+            yield np.concatenate(parts), sink[piece], [part.size for part in parts]
 
     def all_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True

@@ -22,10 +22,12 @@ import numpy as np
 import mpitrain.errors
 from mpitrain.comm.checked import Checks
 from mpitrain.comm.chunked import REST_TAG, Route, Several
-from mpitrain.comm.mistakes import check_counts, check_divides, check_peer, check_rank, check_sum
+from mpitrain.comm.mistakes import check_counts, check_peer, check_rank, check_slices, check_sum
 from mpitrain.comm.ordered import OrderedSums
+from mpitrain.comm.payload import LIKE_BLOCKING, Payload
 from mpitrain.comm.request import Request
 from mpitrain.comm.site import call_site
+from mpitrain.comm.slices import Counts, Joined, Scattered, shape_of_call
 from mpitrain.comm.to_all import Blocks
 from mpitrain.comm.transport import Array, Board, Mode, NoBoard, Pending, Transport
 from mpitrain.comm.wire import (
@@ -83,24 +85,7 @@ class Communicator:
         self._sent: dict[tuple[int, int], int] = {}  # messages to each peer with each tag, and from it
         self._received: dict[tuple[int, int], int] = {}
         self._bytes: dict[str, float] = {}
-        n = self.size
-        each = (n - 1) / n
-        self._factor = {
-            "all_reduce": 2 * each,
-            "iall_reduce": 2 * each,
-            "reduce_scatter": each,
-            "all_gather": n - 1,  # the payload is the gathered array, n times what one rank brings
-            "exchange": n - 1,
-            "all_to_all": each,
-            "iall_to_all": each,
-            "broadcast": 1,
-            "shift": 1,
-            "send": 1,
-            "isend": 1,
-            "recv": 0,
-            "irecv": 0,
-            "barrier": 0,
-        }
+        self._payload = Payload(self.size)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name}, rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
@@ -142,68 +127,96 @@ class Communicator:
 
     def _iall_reduce(self, a: Array, op: str, out: Any) -> tuple[Pending, Array]:
         recv = target(a, a.shape, out, "iall_reduce")
-        in_order = self._in_order(a, op)
-        if self.mode.checked:
-            return self._checked_iall_reduce(a, op, recv, in_order), recv
-        if in_order:
-            return self._sums.iall_reduce(a.reshape(-1), recv.reshape(-1), op), recv
-        return self._route(a.size).iall_reduce(*_numbers(a, recv), op), recv
-
-    def _checked_iall_reduce(self, a: Array, op: str, recv: Array, in_order: bool) -> Pending:
         post: Callable[[], Pending]
-        if in_order:
-            self._sums.second()  # made here, where all ranks pass
+        if self._in_order(a, op):
+            if self.mode.checked:
+                self._sums.second()  # made here, where all ranks pass
             post = partial(self._sums.iall_reduce, a.reshape(-1), recv.reshape(-1), op)
         else:
             post = partial(self._route(a.size).iall_reduce, *_numbers(a, recv), op)
-        message = self._checks.receiving(post)
-        return message if np.may_share_memory(a, recv) else self._checks.untouched(message, a)
+        return self._in_flight(post, a, kept=not np.may_share_memory(a, recv)), recv
 
-    def all_gather(self, x: Any, dim: int = 0, out: Any = None) -> Any:
+    def all_gather(self, x: Any, dim: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Any:
         """Join the ranks' slices along `dim`, in rank order.
 
         Args:
-            x: same shape on all ranks.
+            x: same shape on all ranks; with `counts` but for the length along dim.
             dim: to join along.
-            out: where the result goes.
+            out: where the result goes; may be float32 where x is a half.  Along dim 0 x may be its own slice of it,
+                which then stays where it is.
+            counts: length along dim of each rank's slice, the same numbers on all ranks, zeros allowed; None: all are
+                as long as x.
 
         Cost: each rank sends (n-1)/n of the result's bytes.
         """
-        dim = dim_of(x, dim, "all_gather")
-        return self._call("all_gather", x, self._all_gather, dim, out, out=out)
+        how = self._dim_and_lengths("all_gather", x, dim, counts)
+        return self._call("all_gather", x, self._all_gather, *how, out, out=out)
 
-    def _all_gather(self, a: Array, dim: int, out: Any) -> Array:
-        shape = (*a.shape[:dim], self.size * a.shape[dim], *a.shape[dim + 1 :])
-        recv = target(a, shape, out, "all_gather")
-        rows = recv if dim == 0 else np.empty((self.size, *a.shape), a.dtype)
-        self._route(rows.size).all_gather(on_wire(a), on_wire(rows))
-        if dim:
-            np.concatenate(list(rows), axis=dim, out=recv)
-        return recv
+    def _all_gather(self, a: Array, dim: int, counts: Counts, out: Any) -> Array:
+        joined = Joined(a, dim, counts, self.rank, self.size, out, "all_gather")
+        self._route(joined.recv.size).all_gather(*joined.message)
+        joined.join()
+        return joined.recv
 
-    def reduce_scatter(self, x: Any, dim: int = 0, out: Any = None) -> Any:
+    def iall_gather(self, x: Any, dim: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Request:
+        """`all_gather` that returns at once; `x` and `out` belong to the request until it is complete."""
+        how = self._dim_and_lengths("iall_gather", x, dim, counts)
+        request: Request = self._call("iall_gather", x, self._iall_gather, *how, out, out=out)
+        return request
+
+    def _iall_gather(self, a: Array, dim: int, counts: Counts, out: Any) -> tuple[Pending, Array]:
+        joined = Joined(a, dim, counts, self.rank, self.size, out, "iall_gather")
+        post = partial(self._route(joined.recv.size).iall_gather, *joined.message)
+        message = self._in_flight(post, a)
+        return message if joined.is_straight else Several([message], joined.join), joined.recv
+
+    def reduce_scatter(self, x: Any, dim: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Any:
         """Sum over the axis, of which each rank keeps its slice along `dim`.
 
         Args:
-            x: same shape on all ranks; x.shape[dim] is divisible by the axis' size.
+            x: same shape on all ranks.
             dim: to cut along.
             out: where the slice goes; may be float32 where x is a half.
+            counts: length along dim of each rank's slice, the same numbers on all ranks, zeros allowed; they add up to
+                x.shape[dim].  None: the axis' size divides that, and all are equal.
 
         Cost: each rank sends (n-1)/n of x.nbytes.
         """
-        dim = dim_of(x, dim, "reduce_scatter")
-        check_divides(self, shape_of(x), dim, "reduce_scatter")
-        return self._call("reduce_scatter", x, self._reduce_scatter, dim, out, out=out)
+        how = self._dim_and_lengths("reduce_scatter", x, dim, counts)
+        return self._call("reduce_scatter", x, self._reduce_scatter, *how, out, out=out)
 
-    def _reduce_scatter(self, a: Array, dim: int, out: Any) -> Array:
-        blocks = a if dim == 0 else np.stack(np.split(a, self.size, dim))
-        shape = (*a.shape[:dim], a.shape[dim] // self.size, *a.shape[dim + 1 :])
-        recv = target(a, shape, out, "reduce_scatter")
-        if self._in_order(a, "sum"):
-            self._sums.reduce_scatter(blocks.reshape(-1), recv.reshape(-1))
+    def _reduce_scatter(self, a: Array, dim: int, counts: Counts, out: Any) -> Array:
+        in_order = self._in_order(a, "sum")
+        cut = Scattered(a, dim, counts, self.rank, self.size, out, "reduce_scatter")
+        if in_order:
+            self._sums.reduce_scatter(cut.blocks, cut.counts, cut.recv.reshape(-1))
         else:
-            self._route(blocks.size).reduce_scatter(blocks, recv)
-        return recv
+            self._route(cut.blocks.size).reduce_scatter(cut.blocks, cut.recv, counts and cut.counts)
+        return cut.recv
+
+    def ireduce_scatter(self, x: Any, dim: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Request:
+        """`reduce_scatter` that returns at once; the same bits in deterministic mode.
+
+        Returns:
+            A request; `x` and `out` belong to it until it is complete.
+        """
+        how = self._dim_and_lengths("ireduce_scatter", x, dim, counts)
+        request: Request = self._call("ireduce_scatter", x, self._ireduce_scatter, *how, out, out=out)
+        return request
+
+    def _ireduce_scatter(self, a: Array, dim: int, counts: Counts, out: Any) -> tuple[Pending, Array]:
+        post: Callable[[], Pending]
+        in_order = self._in_order(a, "sum")
+        cut = Scattered(a, dim, counts, self.rank, self.size, out, "ireduce_scatter")
+        if in_order:
+            post = partial(self._sums.ireduce_scatter, cut.blocks, cut.counts, cut.recv.reshape(-1))
+        else:
+            post = partial(self._route(cut.blocks.size).ireduce_scatter, cut.blocks, cut.recv, counts and cut.counts)
+        return self._in_flight(post, a), cut.recv
+
+    def _dim_and_lengths(self, verb: str, x: Any, dim: int, counts: Counts) -> tuple[int, list[int] | None]:
+        dim = dim_of(x, dim, verb)
+        return dim, check_slices(self, shape_of(x), dim, counts, verb, whole="scatter" in verb)
 
     def all_to_all(
         self, x: Any, i: int = 0, j: int = 0, counts: tuple[Sequence[int], Sequence[int]] | None = None
@@ -373,7 +386,7 @@ class Communicator:
             text = np.frombuffer(json.dumps(obj).encode(), np.uint8)
         except (TypeError, ValueError) as error:
             raise CommError(f"exchange on axis {self.name}: {error}") from error
-        lengths = self._call("exchange", np.array([text.size]), self._all_gather, 0, None)
+        lengths = self._call("exchange", np.array([text.size]), self._all_gather, 0, None, None)
         longest = int(lengths.max())
         if longest > EXCHANGE_LIMIT:
             who = int(lengths.argmax())
@@ -383,7 +396,7 @@ class Communicator:
             )
         padded = np.zeros(longest, np.uint8)
         padded[: text.size] = text
-        rows = self._call("exchange", padded, self._all_gather, 0, None).reshape(self.size, longest)
+        rows = self._call("exchange", padded, self._all_gather, 0, None, None).reshape(self.size, longest)
         return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def agree(self, error: UserError | None) -> None:
@@ -422,14 +435,14 @@ class Communicator:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes this rank has sent so far, by verb: payload times the factor of the best algorithm.
+        """Bytes this rank has sent so far, by verb, as payload.py counts them.
 
         With n ranks: all_reduce 2(n-1)/n of the array; reduce_scatter, all_gather and all_to_all (n-1)/n of the larger
         side; broadcast, shift and send the array.  Non-blocking verbs are counted with the others.
         """
         total: dict[str, float] = {}
         for verb, count in self._bytes.items():
-            name = _BLOCKING.get(verb, verb)
+            name = LIKE_BLOCKING.get(verb, verb)
             total[name] = total.get(name, 0) + count
         return {verb: round(count) for verb, count in total.items()}
 
@@ -457,7 +470,7 @@ class Communicator:
         """
         if self.size == 1:  # the only place that knows about axes of one rank
             result = unmoved(x, out, verb)
-            return Request.done(result) if verb in _BLOCKING else result
+            return Request.done(result) if verb in LIKE_BLOCKING else result
         a = ready(x)
         if peer < 0:
             self._calls = number = self._calls + 1
@@ -465,9 +478,9 @@ class Communicator:
         else:
             tag = how[1]
             number = self._count(verb, peer, tag)
-        self._bytes[verb] = self._bytes.get(verb, 0) + a.nbytes * self._factor[verb]
+        self._bytes[verb] = self._bytes.get(verb, 0) + self._payload.bytes(verb, a, how)
         mode, lane = self.mode, self._lane
-        lane.enter(number, verb, a.shape, a.dtype, peer, tag)
+        lane.enter(number, verb, shape_of_call(verb, a, how), a.dtype, peer, tag)
         try:
             listeners = LISTENERS.get()
             info = self._info(number, verb, a, how, peer) if listeners else {}
@@ -475,9 +488,9 @@ class Communicator:
                 tell(listeners, Event("message", "begin", verb, info))
             if mode.checked:
                 self._checks.post(number, verb, a, how, peer)
-                if verb not in _BLOCKING:
+                if verb not in LIKE_BLOCKING:
                     self._checks.confirm(a, how, self._block)
-            if mode.unfinished and peer < 0 and verb not in _BLOCKING:
+            if mode.unfinished and peer < 0 and verb not in LIKE_BLOCKING:
                 self._sums.post_all(self._block)
             moved = move(a, *how)
             if listeners:
@@ -516,7 +529,8 @@ class Communicator:
 
     def _wait(self, pending: Pending, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
         """Block on a message in flight, where the board and listeners see it."""
-        self._lane.enter(number, "wait " + verb, a.shape, a.dtype, peer, how[1] if peer >= 0 else 0)
+        shape = shape_of_call(verb, a, how)
+        self._lane.enter(number, "wait " + verb, shape, a.dtype, peer, how[1] if peer >= 0 else 0)
         try:
             listeners = LISTENERS.get()
             if listeners:
@@ -528,6 +542,10 @@ class Communicator:
                 self._block(pending)
         finally:
             self._lane.leave()
+
+    def _in_flight(self, post: Callable[[], Pending], a: Array, kept: bool = True) -> Pending:
+        """A non-blocking collective that reads `a`, which (`kept`) nobody writes meanwhile; see `Checks.flying`."""
+        return self._checks.flying(post, a, kept) if self.mode.checked else post()
 
     def _block(self, pending: Pending) -> None:
         """Wait for a message; this rank's sums in order, on all its axes, move on meanwhile.
@@ -555,7 +573,7 @@ class Communicator:
             "peer": peer,
             "array": a,
             "how": how,
-            "bytes": a.nbytes * self._factor[verb],
+            "bytes": self._payload.bytes(verb, a, how),
             "site": call_site,
         }
 
@@ -572,7 +590,6 @@ class Communicator:
 
 
 _NOTHING = np.empty(0, np.uint8)
-_BLOCKING = {"iall_reduce": "all_reduce", "iall_to_all": "all_to_all", "isend": "send", "irecv": "recv"}
 
 
 def _nothing(dtype: Any) -> Array:

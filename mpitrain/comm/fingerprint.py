@@ -4,9 +4,10 @@
 
 What must agree depends on the verb:
 
-    all collectives     number, verb, what stands behind it (op, dims, root, distance), dtype
-    all but all_to_all  shape.  An all-to-all may be uneven: there the block that i sends to j is compared with the one
-                        that j expects of i (checked.py)
+    all collectives     number, verb, what stands behind it (op, dims, lengths of slices, root, distance), dtype
+    all but all_to_all  shape; where slices of different lengths are joined, that of the whole.  An all-to-all may be
+                        uneven in any way: there the block that i sends to j is compared with the one that j expects of
+                        i (checked.py)
     send and recv       number, shape and dtype; `send` may meet `irecv`
 
 Places in the program may differ: ranks may make one call in two branches.  What must agree is their order
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.comm.page import stable_hash
 from mpitrain.comm.places import told
+from mpitrain.comm.slices import SLICED, shape_of_call, told_lengths
 from mpitrain.comm.transport import Array
 
 WORDS = 32  # of 8 bytes
@@ -31,14 +33,17 @@ _HOW = {  # verb -> how its arguments read
     "all_reduce": "{}",
     "iall_reduce": "{}",
     "all_gather": "dim {}",
+    "iall_gather": "dim {}",
     "reduce_scatter": "dim {}",
+    "ireduce_scatter": "dim {}",
     "all_to_all": "dims {} {} of {ndim}",
     "iall_to_all": "dims {} {} of {ndim}",
     "broadcast": "root {}",
     "shift": "by {}",
 }
 UNEVEN = ("all_to_all", "iall_to_all")  # may have blocks of any lengths
-_SUMS = ("all_reduce", "iall_reduce", "reduce_scatter")  # sums that deterministic mode takes in rank order
+# Sums that deterministic mode takes in rank order:
+_SUMS = ("all_reduce", "iall_reduce", "reduce_scatter", "ireduce_scatter")
 
 
 class Fingerprint(NamedTuple):
@@ -93,10 +98,12 @@ def fingerprint(
         place: its number and its site.
         in_order: whether sums are taken in rank order.
     """
-    shape = str(a.shape)
+    shape = str(shape_of_call(verb, a, how))
     if len(shape) > _LONGEST_SHAPE:
         shape = f"({a.ndim} dims, {stable_hash(shape):x})"
     words = _HOW.get(verb, "").format(*how, ndim=a.ndim)[:_LONGEST_HOW].replace("|", "/")
+    if verb in SLICED and how[1] is not None:
+        words += f" in slices of {told_lengths(how[1])}"
     if in_order and verb in _SUMS:
         words += " in rank order"
     even = verb not in UNEVEN or all(len(set(lengths)) == 1 for lengths in how[2:])

@@ -72,6 +72,37 @@ def check_counts(
     return sent, received
 
 
+def check_slices(
+    axis: Axis, shape: tuple[int, ...], dim: int, counts: Sequence[int] | None, verb: str, whole: bool
+) -> list[int] | None:
+    """Lengths along `dim` of each rank's slice of an array; None where all have the same.
+
+    Args:
+        axis: of the ranks.
+        shape: of the whole array, or of this rank's slice.
+        dim: which is cut.
+        counts: what the caller says; None: all slices have the same length.
+        verb: named in errors.
+        whole: which of the two `shape` is.
+
+    Raises:
+        ShapeError: they do not fit the array, or the axis does not divide the whole.
+    """
+    if counts is None:
+        if whole:
+            check_divides(axis, shape, dim, verb)
+        return None
+    n, lengths = axis.size, [int(count) for count in counts]
+    where = f"{verb} on axis {axis.name} of size {n}"
+    if len(lengths) != n or min(lengths) < 0:
+        raise ShapeError(f"{where}: counts are {lengths}; {n} numbers from 0 are needed")
+    if whole and sum(lengths) != shape[dim]:
+        raise ShapeError(f"{where}: counts {lengths} add up to {sum(lengths)}, dim {dim} of shape {shape} does not")
+    if not whole and lengths[axis.rank] != shape[dim]:
+        raise ShapeError(f"{where}: counts {lengths} give rank {axis.rank} another length than dim {dim} of {shape}")
+    return None if len(set(lengths)) == 1 else lengths
+
+
 def check_rank(axis: Axis, rank: int, what: str) -> None:
     """Refuse a rank that is not on the axis.
 

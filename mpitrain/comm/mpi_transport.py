@@ -71,14 +71,17 @@ class MpiTransport:
         gives = [counts[rank]] * self.size
         gives[rank] = 0
         block = recv[starts[rank] : starts[rank + 1]]
-        if rank == 0:  # MPICH refuses two buffers that begin at one place
-            recv = recv[counts[0] :]
+        if starts[rank] == 0:  # MPICH refuses two buffers that begin at one place
+            recv = recv[counts[rank] :]
             starts = [0, *accumulate(takes)]
         return [block, (gives, [0] * self.size)], [recv, (takes, starts[:-1])]
 
-    def reduce_scatter(self, send: Array, recv: Array) -> None:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
         try:
-            self._comm.Reduce_scatter_block(send, recv, self._mpi.SUM)
+            if counts is None:
+                self._comm.Reduce_scatter_block(send, recv, self._mpi.SUM)
+            else:
+                self._comm.Reduce_scatter(send, recv, list(counts), self._mpi.SUM)
         except self._mpi.Exception as error:
             raise self._failed("reduce_scatter", error) from None
 
@@ -156,6 +159,16 @@ class MpiTransport:
                 request = self._comm.Iallgatherv(self._mpi.IN_PLACE if send is None else send, [recv, list(counts)])
         except self._mpi.Exception as error:
             raise self._failed("iall_gather", error) from None
+        return MpiPending(self._flight, request, (send, recv))
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        try:
+            if counts is None:
+                request = self._comm.Ireduce_scatter_block(send, recv, self._mpi.SUM)
+            else:
+                request = self._comm.Ireduce_scatter(send, recv, list(counts), self._mpi.SUM)
+        except self._mpi.Exception as error:
+            raise self._failed("ireduce_scatter", error) from None
         return MpiPending(self._flight, request, (send, recv))
 
     def iall_to_all(

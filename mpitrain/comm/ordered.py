@@ -8,20 +8,23 @@ buffer is cut into messages:
     above            each rank receives its slice from everyone (all-to-all), adds it up, and all gather the results
 
 The second is what a ring all-reduce sends too, 2(n-1)/n of the buffer; a rank's own part stays where it is, and the sum
-is made in its place in the result.  float16 and bfloat16 always go this way, as bits, and are added in float32 and
-rounded once: no MPI is asked whether it knows them.
+is made in its place in the result.  A reduce-scatter is its first half, with slices of whatever lengths.
+
+float16 and bfloat16 always go this way, as bits, and are added in float32 and rounded once: no MPI is asked whether it
+knows them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from mpitrain.backend import Pool, is_half
 from mpitrain.comm.chunked import Route, Several
-from mpitrain.comm.transport import Array, Pending, Unfinished
+from mpitrain.comm.transport import Array, Pending, Transport, Unfinished
 from mpitrain.comm.wire import on_wire
 
 SMALL = 64 * 1024  # bytes: below, latency counts and one message is better than two
@@ -98,12 +101,26 @@ class OrderedSums:
         self.fold(rows, a[own], into[own], op)
         transport.all_gather(None, on_wire(into), counts)
 
-    def reduce_scatter(self, blocks: Array, into: Array) -> None:
-        """This rank's block of the sum; `blocks` is flat, one block a rank."""
-        rows = self.pool.take((self.size, into.size), blocks.dtype)
-        counts = [into.size] * self.size
-        self.route(blocks.size).all_to_all(on_wire(blocks), counts, on_wire(rows), counts, own=False)
-        self.fold(rows, blocks[self.rank * into.size : (self.rank + 1) * into.size], into, "sum")
+    def reduce_scatter(self, blocks: Array, counts: Sequence[int], into: Array) -> None:
+        """This rank's block of the sum; flat arrays, block i of `blocks` has counts[i] elements.
+
+        Scratch: this rank's block, once for each rank.
+        """
+        rows, route, own = self._rows_of(blocks, counts)
+        route.all_to_all(on_wire(blocks), counts, on_wire(rows), [counts[self.rank]] * self.size, own=False)
+        self.fold(rows, own, into, "sum")
+
+    def ireduce_scatter(self, blocks: Array, counts: Sequence[int], into: Array) -> Pending:
+        """`reduce_scatter` that returns at once: all that is left to do when its message has arrived is to add up."""
+        rows, route, own = self._rows_of(blocks, counts)
+        arrives = route.iall_to_all(on_wire(blocks), counts, on_wire(rows), [counts[self.rank]] * self.size, own=False)
+        return Several([arrives], partial(self.fold, rows, own, into, "sum"))
+
+    def _rows_of(self, blocks: Array, counts: Sequence[int]) -> tuple[Array, Transport, Array]:
+        """Where this rank's blocks of the others arrive, their way, and its own one."""
+        start = sum(counts[: self.rank])
+        rows = self.pool.take((self.size, counts[self.rank]), blocks.dtype)
+        return rows, self.route(max(counts) * self.size), blocks[start : start + counts[self.rank]]
 
     def iall_reduce(self, a: Array, into: Array, op: str) -> InFlight:
         """`all_reduce` that returns when its first half is under way."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.baton import Call, Rank, Room, Wait, tell_apart
+from mpitrain.comm.slices import SLICED, told_lengths
 from mpitrain.comm.transport import Array, Pending, Transport
 from mpitrain.comm.wire import KNOWN
 from mpitrain.errors import CollectiveMismatch, CommError
@@ -141,7 +142,22 @@ class LocalTransport:
         if send is None:
             start = sum(lengths[: self.rank])
             send = recv.reshape(-1)[start : start + lengths[self.rank]]
-        return self._post("all_gather", (send.dtype, tuple(lengths)), send, recv)
+        else:
+            self._check_apart(send, recv)
+        return self._post("all_gather", (send.dtype, tuple(lengths)), send, recv, detail=self._told(lengths))
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        lengths = [send.size // self.size] * self.size if counts is None else list(counts)
+        like = (send.dtype, send.size, tuple(lengths))
+        self._check_apart(send, recv)
+        return self._post("reduce_scatter", like, send, recv, detail=self._told(lengths))
+
+    def _told(self, lengths: Sequence[int]) -> str:
+        """Of slices of different lengths: how many elements they have, for reports."""
+        call = self._me.call
+        if len(set(lengths)) == 1 or (call is not None and call.verb not in SLICED):  # other calls are made of these
+            return ""
+        return f"in slices of {told_lengths(lengths)} elements"
 
     def iall_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
@@ -164,8 +180,8 @@ class LocalTransport:
     ) -> None:
         self.iall_to_all(send, send_counts, recv, recv_counts, own).wait()
 
-    def reduce_scatter(self, send: Array, recv: Array) -> None:
-        self._post("reduce_scatter", (send.dtype, send.size), send, recv).wait()
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+        self.ireduce_scatter(send, recv, counts).wait()
 
     def broadcast(self, buf: Array, root: int) -> None:
         self._post("broadcast", (root, buf.dtype, buf.size), buf, buf, detail=f"root {root}").wait()
@@ -199,6 +215,9 @@ class LocalTransport:
         for buf in buffers:
             assert buf.flags.c_contiguous, "the door hands out contiguous buffers"
             assert buf.dtype in KNOWN, f"{buf.dtype} is no wire dtype"
+
+    def _check_apart(self, send: Array, recv: Array) -> None:
+        assert not np.may_share_memory(send, recv), "the door hands out buffers that do not overlap"
 
     # -- groups
 
@@ -241,7 +260,7 @@ def _all_gather(parts: list[Part]) -> None:
 
 
 def _reduce_scatter(parts: list[Part]) -> None:
-    blocks = np.split(_total([part.send for part in parts], "sum"), len(parts))
+    blocks = np.split(_total([part.send for part in parts], "sum"), np.cumsum(parts[0].like[2])[:-1])
     for part, block in zip(parts, blocks, strict=True):
         part.recv[...] = block
 

@@ -72,8 +72,12 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce_scatter(self, send: Array, recv: Array) -> None:
-        """Fill recv with block `rank` of the sum over the ranks of `send`: size blocks of recv.size elements."""
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> None:
+        """Fill recv with block `rank` of the sum over the ranks of `send`.
+
+        Without `counts` all of its size blocks have recv.size elements; with `counts` (one number per rank, some may be
+        0) block i has counts[i].
+        """
         ...
 
     def all_to_all(
@@ -127,6 +131,10 @@ class Transport(Protocol):
         """`all_gather` that returns at once."""
         ...
 
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        """`reduce_scatter` that returns at once."""
+        ...
+
     def iall_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
     ) -> Pending:
@@ -171,7 +179,8 @@ class Lane(Protocol):
                 so numbers may come twice and go back: the calls entered so far are the largest number seen.
             verb: "all_reduce", "iall_reduce", "send", "irecv", ...; while waiting for a non-blocking call its verb with
                 "wait " in front ("wait iall_reduce").  `isend` and `wait isend` count as sends, and so on.
-            shape: of the array that this rank brings (receives: that it expects).
+            shape: of the array that this rank brings (receives: that it expects; slices of different lengths: of the
+                whole that they are joined to, the same on all members).
             dtype: of that array.
             peer: the other's rank on this communicator in a point-to-point call, -1 in a collective.
             tag: of a point-to-point call.

@@ -104,7 +104,7 @@ def target(a: Array, shape: tuple[int, ...], out: Any, verb: str) -> Array:
     if fits and not np.may_share_memory(a, out):
         straight: Array = out
         return straight
-    if fits and _same_memory(a, out):
+    if fits and same_memory(a, out):
         return a  # one object: so the transport works in place
     return np.empty(shape, out.dtype.newbyteorder("="))
 
@@ -115,12 +115,12 @@ def deliver(recv: Array | None, x: Any, out: Any) -> Any:
         return None
     if out is None:
         return recv if type(x) is np.ndarray else to_device(recv, x)
-    if out is not recv and not (type(out) is np.ndarray and _same_memory(recv, out)):
+    if out is not recv and not (type(out) is np.ndarray and same_memory(recv, out)):
         out[...] = to_device(recv, out)
     return out
 
 
-def _same_memory(a: Array, b: Array) -> bool:
+def same_memory(a: Array, b: Array) -> bool:
     """Whether two C-contiguous arrays are views of exactly the same elements."""
     if a.shape != b.shape or a.dtype != b.dtype or not b.flags.c_contiguous:
         return False
@@ -174,4 +174,9 @@ def cut(a: Array, counts: Sequence[int], dim: int) -> list[Array]:
 
 def flat(pieces: Sequence[Array]) -> Array:
     """The pieces' elements, each in C order, one piece after the other."""
-    return np.concatenate([piece.reshape(-1) for piece in pieces])
+    joined = np.empty(sum(piece.size for piece in pieces), pieces[0].dtype)
+    start = 0
+    for piece in pieces:
+        joined[start : start + piece.size].reshape(piece.shape)[...] = piece
+        start += piece.size
+    return joined

@@ -41,7 +41,10 @@ from mpitrain.pipeline.update import StepReport
 
 MADE_AGAIN = "made again"
 SCORES_KEPT = "scores kept"
-"""What a step can be seen to do for memory: backward runs a part of the model again; attention keeps its scores."""
+CUT = ("", "optimizer state cut", "gradients cut", "weights cut")
+"""What a step can be seen to do for memory: backward runs a part of the model again; attention keeps its scores; ranks
+keep rows of what they would all hold, by ZeRO's stage.
+"""
 
 Fact = Any  # what JSON holds
 
@@ -55,9 +58,10 @@ class Record(NamedTuple):
     facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
     the losses that this rank's forwards gave, 0 on ranks without the last stage; compute: the row of its F, B and W
     since the step before; batch: the step's place in its row, where several overlap; sent: (op, axis) of each kind of
-    op that sent in a forward so far, over an axis of more than one rank; memory: MADE_AGAIN and SCORES_KEPT, those that
-    were seen so far; targets, loss, norm, learning rate, scale of the gradients, skipped (0 or 1), updates; of models
-    that count also rows, and counted: name -> numbers.  A step that was cut short has what there was.
+    op that sent in a forward so far, over an axis of more than one rank; memory: MADE_AGAIN, SCORES_KEPT and one of
+    CUT, where they were seen so far; targets, loss, norm, learning rate, scale of the gradients, skipped (0 or 1),
+    updates; of models that count also rows, and counted: name -> numbers.  A step that was cut short has what there
+    was.
     arrays: kind -> vector of all slabs, in the order of the begin's parameters or states.
     """
 
@@ -121,7 +125,7 @@ class Recorder:
         if event.kind == "op":
             if event.phase == "begin":
                 if self._watched is not None:
-                    self._watched.note(event.name, event.info["inputs"], event.info["static"])
+                    self._watched.note(event.name, event.info["tensors"], event.info["static"])
                 elif self._walked is not None and event.info["function"] is Recompute:
                     self._walked.memory.add(MADE_AGAIN)
         elif event.kind == "action" and event.info["executor"].mesh.world is self._world:
@@ -146,6 +150,7 @@ class Recorder:
                 course.own_loss += float(to_host(loss.data))
         elif action.kind == "STEP" and phase == "begin":
             course.gradients = _vector(_gradient(p, executor.scaler) for p in course.parameters)
+            course.memory |= _cut(executor)
             self._open = executor, course
         elif action.kind == "STEP":
             self._open = None
@@ -172,28 +177,29 @@ class _Course:
 
     def __init__(self, executor: Executor, number: int) -> None:
         self.number = number
-        self.parameters: list[Parameter] = executor.model.parameters()
+        self.parameters: list[Parameter] = executor.model.shares()
         self.gradients: np.ndarray = np.empty(0)
         self.own_loss = 0.0
         self.compute: Row = []
         self._done = 0
         self._untold: deque[Record] = deque()
         self._report: StepReport | None = executor.report
-        self._arrays = {id(p.data): p.name for p in self.parameters}  # those that were not used yet
+        self._unused: set[Tensor] = {*executor.model.parameters()}
         self._used: list[list[str]] = []  # names by the op that uses them first, in the order of forward
         self._sent: set[tuple[str, str]] = set()  # (op, axis)
         self.memory: set[str] = set()
 
     def note(self, op: str, inputs: Iterable[Any], static: Mapping[str, Any]) -> None:
-        """Forward uses these arrays: backward will make a parameter final where it was used first."""
+        """Forward uses these tensors: backward will make a parameter final where it was used first."""
         axis = static.get("axis")
         if static.get("keep_scores"):
             self.memory.add(SCORES_KEPT)
         if isinstance(axis, Communicator) and axis.size > 1:
             self._sent.add((op, axis.name))
-        if self._arrays:
-            names = [name for a in inputs if (name := self._arrays.pop(id(a), None)) is not None]
-            self._used += [names] if names else []
+        if self._unused:
+            used = [t for t in dict.fromkeys(t for t in inputs if isinstance(t, Parameter)) if t in self._unused]
+            self._unused.difference_update(used)
+            self._used += [[p.name for p in used]] if used else []
 
     def begin(self, rank: int, executor: Executor) -> Record:
         mesh = executor.mesh
@@ -257,6 +263,16 @@ def _with_numbers(record: Record, report: StepReport) -> Record:
         counted = {name: list(numbers) for name, numbers in report.counted.items()}
         record.facts.update(rows=report.rows, counted=counted)
     return record
+
+
+def _cut(executor: Executor) -> set[str]:
+    """Which of CUT this rank does: what it keeps of the parameters that it shares with others, and lets go."""
+    stages = set()
+    for flat in executor.model.flats:
+        for p, share in zip(flat.parameters, flat.shares, strict=True):
+            if share is not p:
+                stages.add(3 if p.visits else 2 if p.grad is None else 1)
+    return {CUT[max(stages)]} if stages else set()
 
 
 def _gradient(p: Parameter, scaler: Scaler | None) -> Array:

@@ -33,7 +33,7 @@ from mpitrain.events import Event
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
-_PRODUCTS = ("linear", "matmul", "grouped_matmul")
+_PRODUCTS = ("linear", "matmul", "grouped_matmul", "conv2d")
 _ATTENTIONS = ("attention", "ring_attention", "rsa_attention", "slice_attention")
 
 
@@ -94,7 +94,10 @@ def _again_or(first: str) -> str:
 
 
 def _of_product(info: Mapping[str, Any]) -> int:
-    return 2 * int(info["output"].size) * int(info["inputs"][0].shape[-1])
+    x, w = info["inputs"][:2]
+    # A filter is multiplied with all that it sees from a place.
+    length = math.prod(w.shape[1:]) if info["function"].title() == "conv2d" else x.shape[-1]
+    return 2 * int(info["output"].size) * int(length)
 
 
 def _of_product_backward(info: Mapping[str, Any]) -> int:
@@ -104,7 +107,9 @@ def _of_product_backward(info: Mapping[str, Any]) -> int:
     for side, made in enumerate(of_inputs):
         if made is None:
             continue
-        if isinstance(made, Product):
+        if info["function"].title() == "conv2d":
+            length = math.prod(info["tape"].saved_of(info["node"])[1].shape[1:])
+        elif isinstance(made, Product):
             length = made.a.shape[0]
         elif isinstance(made, GroupedProduct):
             length = made.a.shape[1]

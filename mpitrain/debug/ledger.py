@@ -38,12 +38,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpitrain.autograd.recompute import Recompute
 from mpitrain.autograd.tape import PATH
+from mpitrain.comm.payload import LIKE_BLOCKING
 from mpitrain.comm.site import site_of
 from mpitrain.events import Event, listen
 
 K = TypeVar("K", bound=Hashable)
 
-LIKE_BLOCKING = {"iall_reduce": "all_reduce", "iall_to_all": "all_to_all", "isend": "send", "irecv": "recv"}
 ROWS = 20  # places that a table shows
 NO_OPS_OWN = ("", Recompute.title(), f"{Recompute.title()}.backward")  # the last two are around all that a module does
 
@@ -110,7 +110,7 @@ class Ledger:
 
     def __call__(self, event: Event) -> None:
         kind, phase, name, info = event
-        if kind == "op":
+        if kind == "op" or (kind == "unit" and name == "fetch"):
             if phase == "begin":
                 self._ops.append((info["path"], name))
             elif self._ops:

@@ -43,19 +43,23 @@ from mpitrain.debug.owners import (
     ARRIVED,
     BACKWARD,
     BATCH,
+    GATHERED,
     GRADIENTS,
     MASTERS,
     MESSAGES,
     OWNERS,
     PASSING,
+    PENDING,
     SCRATCH,
     STATE,
     VERSIONS,
     WEIGHTS,
+    WHOLE,
     WIRE,
     strength,
 )
 from mpitrain.events import Event
+from mpitrain.nn.share import CutFlat
 
 SETTLED = 3
 """Updates after which an optimizer has made all the state that it keeps."""
@@ -112,6 +116,8 @@ class MemoryLedger:
         self._bound: dict[int, tuple[Any, Any]] = {}  # weights of a flat buffer: the one in use
         self._watched: Any = None
         self._wire = 0
+        self._coming = 0
+        self._dealt_out: list[Any] = []  # parameters whose whole gradients come and go
         self._grown: set[str] = set()  # owners that have more than when it was last looked
         for owner, arrays in (also or {}).items():
             for array in arrays:
@@ -121,6 +127,9 @@ class MemoryLedger:
 
     def __call__(self, event: Event) -> None:
         kind, phase, name, info = event
+        if kind == "unit":
+            self._unit(info)
+            return
         if phase == "begin":
             if kind == "message":
                 if name in ("isend", "irecv"):
@@ -132,10 +141,13 @@ class MemoryLedger:
             elif "grad" in info:
                 self._bury()
                 self._gradients(info["grad"])
+                if "saved" in info and info["tape"].policy is not None:  # decoded, or brought back
+                    for array in info["saved"]:
+                        self._see(array, PASSING)
             if tracemalloc.is_tracing():
                 tracemalloc.reset_peak()
             return
-        if kind in ("message", "arrival"):
+        if kind in ("message", "arrival", "copy"):
             return
         self._bury()
         if kind == "action":
@@ -146,11 +158,23 @@ class MemoryLedger:
             self._backward(info)
         self._look(name, info.get("path", ""))
 
+    def _unit(self, info: Mapping[str, Any]) -> None:
+        """Weights of a part of the model have come, or have gone; those of others may be on their way."""
+        self._bury()
+        for array in info.get("arrays", ()):
+            self._see(array, GATHERED)
+        coming = info["unit"].resident.coming
+        self._add(GATHERED, coming - self._coming)
+        self._coming = coming
+        self._look(str(info["path"]), str(info["path"]))
+
     def _begin(self, info: Mapping[str, Any]) -> None:
         executor = info["executor"]
         if executor is not self._watched:
             self._watched = executor
             self.watch(executor.model, executor.optimizer)
+            for array in executor.reducer.pending_gradients:
+                self._see(array, PENDING)
         for t in info.get("inputs", ()):
             self._see(t.data, ARRIVED)
         if info["action"].kind == "F":
@@ -184,6 +208,9 @@ class MemoryLedger:
     def _backward(self, info: Mapping[str, Any]) -> None:
         self._gradients(info["grads"])
 
+        for p in self._dealt_out:
+            self._see(p.grad, WHOLE)
+
     def _gradients(self, given: Any) -> None:
         for grad in given if type(given) is tuple else (given,):
             if isinstance(grad, Lazy):
@@ -205,6 +232,9 @@ class MemoryLedger:
             optimizer: over its parameters.
         """
         self._bury()
+        self._dealt_out = [
+            p for flat in model.flats if isinstance(flat, CutFlat) and flat.stage > 1 for p in flat.parameters
+        ]
         for flat in model.flats:
             _, before = self._bound.get(id(flat), (None, None))
             if before is not None and before is not flat.weights:

@@ -14,7 +14,8 @@
 A listener: the executor tells it of its actions, and no line of the executor is about time.  A step is seen from the
 beginning of its first F to the end of its last B or W over all ranks; what comes before and after them (counting
 targets, summing gradients, the update) is no matter of the schedule.  Of the time in F, B and W it also knows how much
-passed in messages over each axis: those of tensor parallelism, or of tokens on their way to experts.
+passed in messages over each axis: those of tensor parallelism, or of tokens on their way to experts.  What the rank's
+I/O thread moved meanwhile, to and from a store, is drawn in a lane below the rank's.
 
 `perf_counter` is one clock for all processes of a host.  Between hosts clocks are compared at a few barriers, which is
 good to about the time of a small message.
@@ -40,6 +41,7 @@ from mpitrain.pipeline.check import peak_in_flight, sent_by
 from mpitrain.pipeline.simulate import Costs, Span, Timeline
 
 BARRIERS = 5  # at which the clocks of hosts are compared
+KEPT_COPIES = 100_000  # of the I/O thread, the newest
 
 
 class _Step(NamedTuple):
@@ -70,10 +72,14 @@ class Stopwatch:
         self._executor: object = None
         self._began = self._message_began = 0.0
         self._inside: dict[str, float] = {}  # of the action that runs
+        self._copies: deque[Span] = deque(maxlen=KEPT_COPIES)  # told late: which step they are of, times tell
 
     def __call__(self, event: Event) -> None:
         if event.kind == "message":
             self._message(event)
+        if event.kind == "copy":
+            kind = "FETCH" if event.info["kind"] == "read" else "EVICT"
+            self._copies.append(Span(Action(kind, 0), event.info["start"], event.info["stop"]))
         if event.kind != "action":
             return
         if event.phase == "begin":
@@ -130,7 +136,16 @@ class Stopwatch:
         found = axis.exchange(
             None
             if mine is None or not any(span.action.kind == "F" for span in mine.spans)
-            else [[[str(action), start, stop] for action, start, stop in mine.spans], mine.nbytes, mine.inside]
+            else [
+                [[str(action), start, stop] for action, start, stop in mine.spans],
+                mine.nbytes,
+                mine.inside,
+                [
+                    [str(action), start, stop]
+                    for action, start, stop in self._copies
+                    if stop > mine.spans[0].start and start < mine.spans[-1].stop
+                ],
+            ]
         )
         lacking = [rank for rank, lane in enumerate(found) if lane is None]
         if lacking:
@@ -139,13 +154,16 @@ class Stopwatch:
                 "Listen on every rank while the executor makes a step: with listen(watch): executor.step(batch)."
             )
         fast = _clock_offsets(axis)
-        lanes = [
-            [Span(parse(text), start - ahead, stop - ahead) for text, start, stop in lane]
-            for (lane, _, _), ahead in zip(found, fast, strict=True)
-        ]
-        counted = [nbytes for _, nbytes, _ in found]
-        inside = [seconds for _, _, seconds in found]
-        return Measured.of(lanes, tuple(map(max, counted)) if all(counted) else None, inside)
+        lanes, copies = (
+            [
+                [Span(parse(text), start - ahead, stop - ahead) for text, start, stop in of_rank[which]]
+                for of_rank, ahead in zip(found, fast, strict=True)
+            ]
+            for which in (0, 3)
+        )
+        counted = [nbytes for _, nbytes, _, _ in found]
+        inside = [seconds for _, _, seconds, _ in found]
+        return Measured.of(lanes, tuple(map(max, counted)) if all(counted) else None, inside, copies)
 
 
 @dataclass(frozen=True)
@@ -158,12 +176,14 @@ class Measured:
     peak_bytes: for each rank the most bytes in flight at the end of an action, None where they were not noted.
     inside: for each rank the part of `busy` that passed in messages of F, B and W, waiting for other ranks included, by
     axis: `{"ep": 3.1, "tp": 0.8}`.
+    copies: for each rank what its I/O thread moved in that time, a FETCH or an EVICT each; empty where no rank has one.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     makespan: float
     peak_bytes: tuple[int, ...] | None
     inside: tuple[Mapping[str, float], ...] = ()
+    copies: tuple[tuple[Span, ...], ...] = ()
 
     @classmethod
     def of(
@@ -171,6 +191,7 @@ class Measured:
         lanes: Sequence[Sequence[Span]],
         peak_bytes: tuple[int, ...] | None = None,
         inside: Sequence[Mapping[str, float]] | None = None,
+        copies: Sequence[Sequence[Span]] = (),
     ) -> Measured:
         """From spans and times of messages in seconds by one clock, one lane a rank."""
         work = [span for lane in lanes for span in lane if span.action.kind in COMPUTE]
@@ -184,7 +205,15 @@ class Measured:
             for lane in lanes
         )
         times = [{axis: 1e3 * seconds for axis, seconds in of.items()} for of in inside or [{} for _ in lanes]]
-        return cls(spans, 1e3 * (end - begin), peak_bytes, tuple(times))
+        moved = tuple(
+            tuple(
+                Span(action, 1e3 * (max(start, begin) - begin), 1e3 * (min(stop, end) - begin))
+                for action, start, stop in lane
+                if stop > begin and start < end
+            )
+            for lane in copies
+        )
+        return cls(spans, 1e3 * (end - begin), peak_bytes, tuple(times), moved if any(moved) else ())
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -247,6 +276,7 @@ class Measured:
             bubble=self.bubble,
             peak_micros=tuple(map(peak_in_flight, rows)),
             peak_bytes=self.peak_bytes,
+            copies=self.copies,
         )
 
     def _work(self) -> list[Span]:

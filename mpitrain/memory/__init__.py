@@ -1,1 +1,1 @@
-"""Activations that do not fit: which of them are made again."""
+"""What does not fit: which activations are made again, how they wait (policy, gist), and where (store, offload)."""

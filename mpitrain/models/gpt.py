@@ -30,12 +30,14 @@ from mpitrain import collectives
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_device, to_host, wide
+from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass, branches
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Dropout, LayerNorm
+from mpitrain.nn.materialize import Home
 from mpitrain.nn.module import PRECISION, Boundary, Module
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.scaler import BlockScaler
@@ -46,6 +48,8 @@ from mpitrain.parallel.expert.moe import OF_EVALUATION, RoutedTokens
 from mpitrain.parallel.sequence import SEQUENCE, between
 from mpitrain.parallel.stages import Links, check_whole, pass_through, stages_here
 from mpitrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, cross_entropy
+from mpitrain.parallel.zero import gather_units
+from mpitrain.parallel.zero.gather import PREFETCH
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.spec import INVARIANT, Shard, cut
 
@@ -53,6 +57,48 @@ if TYPE_CHECKING:
     from mpitrain.autograd.carry import Carry
 
 __all__ = ["GPT", "GPTConfig"]
+
+
+class Positions(Module):
+    """Learned positions: a vector for each place of a sequence.
+
+    Args:
+        name: of the part.
+        seq_len, width: places, and elements of each vector.
+        tp: the tensor-parallel axis.
+        scale: root mean square of the initial values.
+        sequence_parallel: each rank of tp uses those of its slice of the stream.
+    """
+
+    def __init__(
+        self, name: str, seq_len: int, width: int, tp: Communicator, scale: float, sequence_parallel: bool
+    ) -> None:
+        super().__init__(name)
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.weight = Parameter(
+            f"{name}.weight",
+            (seq_len, width),
+            between(sequence_parallel),
+            init=initial.sinusoids(scale),
+            decay=True,
+        )
+
+    def forward(self, x: Tensor, length: int, mine: slice, positions: Array | None) -> Tensor:
+        """Add them to the stream.
+
+        Args:
+            x: (b, s, width) this rank's slice of the stream.
+            length: of the sequence here.
+            mine: this rank's slice of it.
+            positions: places of its tokens where it is a part of a longer one.
+        """
+        rows: Tensor = self.weight
+        if length < self.weight.full_shape[0]:
+            rows = rows[:length] if positions is None else ops.take(rows, positions)
+        if self.sequence_parallel:
+            rows = collectives.pick(rows, self.tp, 0, mine.start, mine.stop)
+        return x + rows
 
 
 class GPT(Module):
@@ -70,6 +116,9 @@ class GPT(Module):
         dtype: of weights, activations and gradients; halves have float32 masters, statistics, logits and loss.
         keep_scores: whether attention keeps its scores for backward instead of making them again.
         scales: of the gradients of each branch (`BlockScaler`); the stream, norms, table and head are then float32.
+        zero: stage of ZeRO: what ranks deal out that would all hold the same (mpitrain.parallel.zero).
+        prefetch: stage 3: parts of the model whose weights are on their way while another one works.
+        home: stage 3: where the parameters live, if not here (mpitrain.memory.home).
         xp: where they live: numpy, or cupy for this rank's device.
 
     Attributes:
@@ -97,6 +146,9 @@ class GPT(Module):
         dtype: Any = np.float32,
         keep_scores: bool = False,
         scales: BlockScaler | None = None,
+        zero: int = 0,
+        prefetch: int = PREFETCH,
+        home: Home | None = None,
         xp: Any = np,
     ) -> None:
         super().__init__("gpt")
@@ -144,9 +196,7 @@ class GPT(Module):
                 tied=config.tied,
             )
         if self._has_first:
-            self.positions = Parameter(
-                "positions.weight", (config.seq_len, width), spec, init=initial.sinusoids(scale), decay=True
-            )
+            self.positions = Positions("positions", config.seq_len, width, mesh.tp, scale, self.sequence_parallel)
             self.drop = Dropout("drop", config.dropout)
         here = [number for stage in self.stages for number in self.partition.range(stage)]
         self.blocks = [Block(number, config, cuts) for number in here]
@@ -165,7 +215,8 @@ class GPT(Module):
             in_blocks = {p for block in self.blocks for p in block.parameters()}
             for p in self.parameters():
                 p.in_full = p.in_full or p not in in_blocks
-        self.materialize(mesh, seed, dtype, xp)
+        self.materialize(mesh, seed, dtype, xp, zero, home)
+        gather_units(self, mesh, prefetch)
 
     @property
     def _has_first(self) -> bool:
@@ -212,6 +263,11 @@ class GPT(Module):
         here = None if real is None else to_device(real, self.like)
         return RoutedTokens(batch.training, None, batch.positions, batch.row_lengths, here)
 
+    def parts(self, stage: int) -> list[Module]:
+        first = [self.table, self.positions] if stage == 0 else []
+        blocks = [self._block_at[number] for number in self.partition.range(stage)]
+        return [*first, *blocks, *([self.norm, self.head] if stage == self.num_stages - 1 else [])]
+
     def boundary(self, stage: int, batch: Batch) -> tuple[Boundary, ...]:
         return self._boundary(*batch.inputs.shape) if stage else ()
 
@@ -234,7 +290,7 @@ class GPT(Module):
             stream = this.draw.at(mine)
             this = this._replace(stream=stream, tokens=this.tokens._replace(draw=stream))
         if stage == 0:
-            x = self.drop(self.table(tokens) + self._positions(length, mine, this.positions), this.stream)
+            x = self.drop(self.positions(self.table(tokens), length, mine, this.positions), this.stream)
         else:
             (x,) = inputs
         for number in self.partition.range(stage):
@@ -318,15 +374,6 @@ class GPT(Module):
     def _stream_slice(self, length: int) -> slice:
         """Which of the tokens here this rank holds between tensor-parallel regions."""
         return slice(*cut(length, self.tp.size, self.tp.rank)) if self.sequence_parallel else slice(0, length)
-
-    def _positions(self, length: int, mine: slice, positions: Array | None) -> Tensor:
-        """(s, width) rows of the learned positions for this rank's slice of the stream."""
-        rows: Tensor = self.positions
-        if length < self.config.seq_len:
-            rows = rows[:length] if positions is None else ops.take(rows, positions)
-        if self.sequence_parallel:
-            rows = collectives.pick(rows, self.tp, 0, mine.start, mine.stop)
-        return rows
 
     def _check_part(self, batch: Batch) -> None:
         """Refuse a batch that is not the part of its sequences which this rank should hold."""

@@ -21,9 +21,12 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, Linear
 from mpitrain.nn.loss import cross_entropy
+from mpitrain.nn.materialize import Home
 from mpitrain.nn.module import Boundary, Module
 from mpitrain.parallel.stages import check_whole, stages_here
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
+from mpitrain.parallel.zero import gather_units
+from mpitrain.parallel.zero.gather import PREFETCH
 from mpitrain.pipeline.partition import Partition, balance
 from mpitrain.spec import INVARIANT, Shard
 
@@ -52,6 +55,9 @@ class MLP(Module):
             as that goes.  Stage q is on rank q mod pp; there may be several a rank.
         seed: of the initial values.
         dtype: of weights, activations and gradients; inputs are turned into it.
+        zero: stage of ZeRO: what ranks deal out that would all hold the same (mpitrain.parallel.zero).
+        prefetch: stage 3: parts of the model whose weights are on their way while another one works.
+        home: stage 3: where the parameters live, if not here (mpitrain.memory.home).
         xp: where they live: numpy, or cupy for this rank's device.
 
     Raises:
@@ -70,6 +76,9 @@ class MLP(Module):
         partition: Partition | None = None,
         seed: int = 0,
         dtype: Any = np.float32,
+        zero: int = 0,
+        prefetch: int = PREFETCH,
+        home: Home | None = None,
         xp: Any = np,
     ) -> None:
         super().__init__("mlp")
@@ -82,7 +91,12 @@ class MLP(Module):
         self._block_at = dict(zip(here, self.blocks, strict=True))
         if self.num_stages - 1 in self.stages:
             self.head = Linear("head", self.width, classes, init=initial.fan_in())
-        self.materialize(mesh, seed, dtype, xp)
+        self.materialize(mesh, seed, dtype, xp, zero, home)
+        gather_units(self, mesh, prefetch)
+
+    def parts(self, stage: int) -> list[Module]:
+        blocks: list[Module] = [self._block_at[number] for number in self.partition.range(stage)]
+        return [*blocks, self.head] if stage == self.num_stages - 1 else blocks
 
     # -- one stage ----------------------------------------------------------------------------------------------------
 

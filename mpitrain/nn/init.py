@@ -46,18 +46,21 @@ def normal(std: float) -> Initializer:
     return init
 
 
-def fan_in(dim: int = 0, gain: float = 1.0) -> Initializer:
-    """Normal with std gain / sqrt(full_shape[dim]): with inputs of variance 1, outputs have variance gain**2.
+def fan_in(dim: int | tuple[int, ...] = 0, gain: float = 1.0) -> Initializer:
+    """Normal with std gain / sqrt(inputs): with inputs of variance 1, outputs have variance gain**2.
 
     Args:
-        dim: the dim over which the product sums; 0 for y = x @ W, 1 for matrices (E, a, b) of as many experts.
+        dim: the dim over which the product sums, or several: 0 for y = x @ W, 1 for matrices (E, a, b) of as many
+            experts, (1, 2, 3) for filters (out, kh, kw, c); their lengths multiply to the number of inputs.
         gain: factor on the standard deviation.
 
     Source: LeCun et al. 1998, Efficient BackProp, eq. 16.
     """
+    dims = (dim,) if isinstance(dim, int) else dim
 
     def init(name: str, full_shape: tuple[int, ...], slab: tuple[slice, ...], seed: int) -> np.ndarray:
-        return rng.normal(seed, name, full_shape, slab) * (gain / math.sqrt(full_shape[dim]))
+        inputs = math.prod(full_shape[each] for each in dims)
+        return rng.normal(seed, name, full_shape, slab) * (gain / math.sqrt(inputs))
 
     return init
 

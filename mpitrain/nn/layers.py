@@ -163,6 +163,14 @@ class Gelu(Module):
         return ops.gelu_tanh(x, bias) if self.kind == "tanh" else ops.gelu_erf(x, bias)
 
 
+class Relu(Module):
+    """The activation max(x, 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return ops.relu(x)
+
+
 def _probability(name: str, p: float) -> float:
     if not 0.0 <= p < 1.0:
         raise ConfigError(f"{name}: a dropout probability of {p}; it is in [0, 1)")

@@ -7,6 +7,7 @@ names begin with, and it is given the axes that it sends over.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,8 +21,11 @@ from mpitrain.autograd.recompute import recompute
 from mpitrain.autograd.tape import PATH
 from mpitrain.backend import Array
 from mpitrain.errors import ConfigError
-from mpitrain.nn.parameter import Flat, Parameter, materialize
+from mpitrain.nn.materialize import Home, materialize
+from mpitrain.nn.parameter import Flat, Parameter
+from mpitrain.nn.share import STAGES
 from mpitrain.nn.stage_output import check_outputs
+from mpitrain.nn.unit import Resident, Unit
 from mpitrain.spec import State
 
 PRECISION: ContextVar[Any] = ContextVar("mpitrain.precision", default=None)
@@ -70,6 +74,10 @@ class Module:
         counted: names and lengths of the vectors that forward passes of the whole model count there, the same on all
             ranks.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
+        zero: what ranks deal out that would all hold the same: nothing, or ZeRO's stage 1, 2, 3 (`mpitrain.nn.share`).
+        unit: brings its weights where they are here only while it works; None: they always are.
+        resident: how many bytes of such weights are here, of the outermost module; None: it has no units.
+        elsewhere: what of it, of its optimizer and of its tapes lives elsewhere, as whoever has built it knows.
     """
 
     flats: list[Flat]
@@ -83,6 +91,10 @@ class Module:
     made_of: Mapping[str, Any] = MappingProxyType({})
     adds_losses: bool = False
     counted: Mapping[str, int] = MappingProxyType({})
+    zero: int = 0
+    unit: Unit | None = None
+    resident: Resident | None = None
+    elsewhere: Any = None
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -93,11 +105,15 @@ class Module:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = PATH.set(self.name or PATH.get())  # a part without a name is its owner's
         try:
-            if self.recompute:
-                return recompute(self.forward, *args, **kwargs)
-            return self.forward(*args, **kwargs)
+            if self.unit is not None:
+                with self.unit:
+                    return self.unit.checked(self._run(*args, **kwargs))
+            return self._run(*args, **kwargs)
         finally:
             PATH.reset(token)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return recompute(self.forward, *args, **kwargs) if self.recompute else self.forward(*args, **kwargs)
 
     def forward_stage(self, stage: int, batch: Any, *inputs: Any, carry: Any = None) -> tuple[Any, ...]:
         """What one stage makes of a micro-batch.
@@ -123,10 +139,18 @@ class Module:
         token = PATH.set(self.name or PATH.get())
         try:
             slices = {} if carry is None else {"carry": carry}
-            outputs = self.forward_stage(stage, batch, *inputs, **slices)
+            with contextlib.nullcontext() if self.unit is None else self.unit:
+                outputs = self.forward_stage(stage, batch, *inputs, **slices)
         finally:
             PATH.reset(token)
         return check_outputs(self, stage, batch, outputs)
+
+    def parts(self, stage: int) -> list[Module]:
+        """The parts of the model that a stage uses, in the order of its forward; every parameter is in one of them.
+
+        Where weights are here only while they are used, they come and go part by part.
+        """
+        return list(self.children())
 
     def boundary(self, stage: int, batch: Any) -> tuple[Boundary, ...]:
         """What comes into a stage for this micro-batch; nothing into stage 0."""
@@ -153,17 +177,42 @@ class Module:
             found.update((value, None) for value in vars(module).values() if isinstance(value, Parameter))
         return list(found)
 
+    def shares(self) -> list[Parameter]:
+        """What this rank updates, in the model's order: its parameters, or with `zero` its rows of them."""
+        places = [(place, share) for flat in self.flats for place, share in zip(flat.places, flat.shares, strict=True)]
+        return [share for _, share in sorted(places, key=lambda each: each[0])]
+
     @property
     def num_parameters(self) -> int:
         """Elements of the full (unsharded) parameters of this module."""
         return sum(int(np.prod(p.full_shape, dtype=np.int64)) for p in self.parameters())
 
-    def materialize(self, mesh: HasCoordinates, seed: int = 0, dtype: Any = np.float32, xp: Any = np) -> None:
+    def materialize(
+        self,
+        mesh: HasCoordinates,
+        seed: int = 0,
+        dtype: Any = np.float32,
+        xp: Any = np,
+        zero: int = 0,
+        home: Home | None = None,
+    ) -> None:
         """Make this rank's slabs of all parameters, with their initial values; called once, by the outermost module.
 
+        Args:
+            mesh: the layout.
+            seed: of the initial values and of dropout.
+            dtype: of the weights.
+            xp: where they live.
+            zero: stage of ZeRO.
+            home: where the parameters live, if not here; with stage 3.
+
         Raises:
-            ConfigError: two parameters have the same name.
+            ConfigError: two parameters have the same name, or there is no such stage.
         """
+        if zero not in STAGES:
+            raise ConfigError(f"zero {zero}: ZeRO has the stages 1, 2 and 3, and 0 deals out nothing.")
+        if home is not None and zero != 3:
+            raise ConfigError(f"zero {zero}: parameters that live elsewhere come when they are used, as in stage 3.")
         parameters = self.parameters()
         names: set[str] = set()
         for p in parameters:
@@ -175,12 +224,13 @@ class Module:
         dtype = dtype if forced is None else forced
         self.seed = seed
         self.like = xp.empty(0, np.dtype(dtype))
-        self.flats = materialize(parameters, mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp)
+        self.zero = zero
+        self.flats = materialize(parameters, mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp, zero, home)
 
     def start_step(self) -> None:
         """Forget the gradients of the last step: the next one that arrives is written, not added."""
         for flat in self.flats:
-            for p in flat.parameters:
+            for p in (*flat.parameters, *flat.shares):
                 p.touched = False
 
 

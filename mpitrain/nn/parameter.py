@@ -22,9 +22,9 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, is_half, wide
+from mpitrain.backend import Array, array_module, is_half, wide
 from mpitrain.errors import ShapeError
-from mpitrain.spec import Spec, State, slab, slab_shape
+from mpitrain.spec import Spec, State, slab_shape
 
 Initializer = Callable[[str, tuple[int, ...], tuple[slice, ...], int], Any]
 """(name, full_shape, slab, seed) -> float64 array of the slab; a pure function, the same on every layout."""
@@ -60,6 +60,9 @@ class Parameter(Tensor):
     the master is the data itself.  `.grad` holds the gradient only if `.touched`: the first gradient of a step
     overwrites.  `.writes` counts in-place writes into the array that is `.data`, so that a tape notices a weight that
     changed under it; whoever exchanges the array exchanges the count with it.
+
+    Where ranks deal out what they would all hold (`mpitrain.nn.share`), `.grad` is None until a gradient is written,
+    and `.visits` says that the array comes and goes: between uses `.data` has its shape and holds NaN.
     """
 
     __slots__ = (
@@ -74,6 +77,7 @@ class Parameter(Tensor):
         "rectangle",
         "spec",
         "touched",
+        "visits",
         "writes",
     )
 
@@ -100,6 +104,7 @@ class Parameter(Tensor):
         self.weight_side = True
         self.in_full = False
         self.outside = False
+        self.visits = False
         self.grad: Array = self.data
         self._master: Array | None = None
         self.touched = False
@@ -110,14 +115,14 @@ class Parameter(Tensor):
         """The weights that the optimizer updates: `.data`, or in float32 what `.data` is the rounding of."""
         return self.data if self._master is None else self._master
 
-    def bind(self, data: Array, master: Array | None, grad: Array) -> None:
+    def bind(self, data: Array, master: Array | None, grad: Array | None) -> None:
         """Take views of flat buffers; a master is given where data are halves."""
         self.data, self._master, self.grad = data, master, grad
 
     def refresh(self) -> None:
         """Make `.data` the rounding of the master again, after the master was written."""
         if self._master is not None:
-            kernels.narrow(self._master, self.data.dtype, out=self.data)
+            kernels.narrow(_here(self._master), self.data.dtype, out=self.data)
 
     @property
     def version(self) -> int:
@@ -130,6 +135,8 @@ class Parameter(Tensor):
 
     def accumulate(self, grad: Any) -> None:
         """Add a gradient (an array or a recipe); the first of a step is written, not added."""
+        if self.grad is None:
+            self.grad = array_module(self.data).empty(self.data.shape, wide(self.data.dtype))
         if isinstance(grad, Lazy):
             grad.write(self.grad, add=self.touched)
         elif self.touched:
@@ -148,6 +155,11 @@ class Parameter(Tensor):
         return f"Parameter({self.name} {self.data.shape} of {self.full_shape}, {self.spec})"
 
 
+def _here(array: Any) -> Array:
+    """An array, also one that lives elsewhere (mpitrain.memory.stored_array)."""
+    return array.here() if hasattr(array, "here") else array
+
+
 class Flat:
     """Values and gradients of parameters that are summed over the same axes, one after the other.
 
@@ -160,6 +172,7 @@ class Flat:
     Attributes:
         weights: with which the model computes.
         grads: in at least float32.
+        shares: what this rank updates: all of its parameters, or its rows of them (`mpitrain.nn.share`).
     """
 
     def __init__(
@@ -171,6 +184,7 @@ class Flat:
         xp: Any,
     ) -> None:
         self.parameters = tuple(parameters)
+        self.shares = self.parameters
         self.places = tuple(places)
         self.axes = axes
         sizes = [int(np.prod(slab_shape(p.rectangle), dtype=np.int64)) for p in self.parameters]
@@ -188,46 +202,29 @@ class Flat:
         """What the optimizer updates: the weights, or what they are the rounding of."""
         return self.weights if self._masters is None else self._masters
 
+    def move_masters(self, vector: Any) -> None:
+        """The masters live elsewhere now, and lie there as they lay here."""
+        self._masters = vector
+
+    @property
+    def updated(self) -> list[Array]:
+        """The gradients by which it updates them."""
+        return [self.grads]
+
+    def start(self, seed: int) -> None:
+        """Write the initial values."""
+        for p in self.parameters:
+            values = p.init(p.name, p.full_shape, p.rectangle, seed).astype(p.master.dtype)
+            p.master[...] = array_module(p.master).asarray(values)
+            p.refresh()
+
     def refresh(self) -> None:
         """Make the weights the rounding of the masters again, after masters were written."""
-        if self._masters is not None:
-            kernels.narrow(self._masters, self.weights.dtype, out=self.weights)
+        for p in self.parameters:
+            p.refresh()
 
     def views(self, vector: Array) -> list[Array]:
         """Each parameter's part of a vector that lies as the buffers do, in the parameter's shape."""
         shapes = [slab_shape(p.rectangle) for p in self.parameters]
         ends = zip(self.offsets, self.offsets[1:], shapes, strict=False)
         return [vector[start:stop].reshape(shape) for start, stop, shape in ends]
-
-
-def materialize(
-    parameters: Sequence[Parameter],
-    coords: Mapping[str, int],
-    sizes: Mapping[str, int],
-    seed: int,
-    dtype: Any,
-    xp: Any = np,
-) -> list[Flat]:
-    """Give each parameter this rank's slab, with its initial values.
-
-    Values are drawn in float64 from the stream of the parameter's name, so every layout and dtype starts from the same
-    numbers.
-
-    Returns:
-        One `Flat` for each set of axes over which gradients are summed and each dtype, in order of first appearance.
-    """
-    groups: dict[tuple[tuple[str, ...], Any], list[int]] = {}
-    for place, p in enumerate(parameters):
-        p.rectangle = slab(p.full_shape, p.spec, coords, sizes)
-        stored = wide(dtype) if p.in_full else np.dtype(dtype)
-        groups.setdefault((p.spec.replicate_axes(), stored), []).append(place)
-    flats = [
-        Flat([parameters[place] for place in places], places, axes, stored, xp)
-        for (axes, stored), places in groups.items()
-    ]
-    for p in parameters:
-        p.master[...] = xp.asarray(p.init(p.name, p.full_shape, p.rectangle, seed).astype(wide(dtype)))
-        p.refresh()
-        p.touched = False
-        p.version = 0
-    return flats

@@ -13,9 +13,10 @@ from mpitrain import kernels
 from mpitrain.backend import Array
 from mpitrain.comm.mesh import Mesh
 from mpitrain.nn.parameter import Parameter
-from mpitrain.optim.elementwise import Elementwise
+from mpitrain.optim.elementwise import WINDOW, Elementwise, Keep
 from mpitrain.optim.groups import Group
 from mpitrain.optim.optimizer import require
+from mpitrain.optim.windows import AHEAD
 
 
 class Hyper(NamedTuple):
@@ -52,6 +53,7 @@ class AdamW(Elementwise):
         weight_decay: applies to the parameters with `decay`.
         groups: other learning rates and decays by name (`mpitrain.optim.groups`).
         mesh: the layout; with groups, where not all parameters of the model are on this rank.
+        keep, window, ahead: where the state lives, and how much of it is here at a time (`Elementwise`).
 
     Memory: two vectors of the masters' dtype.
     """
@@ -68,8 +70,13 @@ class AdamW(Elementwise):
         weight_decay: float = 0.01,
         groups: Sequence[Group] = (),
         mesh: Mesh | None = None,
+        keep: Keep | None = None,
+        window: int = WINDOW,
+        ahead: int = AHEAD,
     ) -> None:
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh)
+        super().__init__(
+            parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh, keep=keep, window=window
+        )
         for name, beta in zip(("beta1", "beta2"), betas, strict=True):
             require(name, beta, 0 <= beta < 1, "at least 0, below 1")
         require("eps", eps, eps >= 0, "0 or more")

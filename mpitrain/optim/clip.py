@@ -23,6 +23,7 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.backend import Array, array_module, to_host
 from mpitrain.nn.parameter import Parameter
+from mpitrain.optim.runs import is_elsewhere
 
 
 class Clipped(NamedTuple):
@@ -73,6 +74,11 @@ def squares(arrays: Iterable[Array]) -> list[float]:
     return on_host([kernels.sum_of_squares(array) for array in arrays])
 
 
+def square(array: Array) -> Any:
+    """Sum of the squares of the elements; of an array that lives elsewhere the one that was noted when it left."""
+    return array.squares if is_elsewhere(array) else kernels.sum_of_squares(array)
+
+
 def on_host(numbers: Sequence[Any]) -> list[float]:
     """Numbers, or arrays () on a device, which is waited for once."""
     xp = array_module(*numbers)
@@ -93,9 +99,12 @@ def coefficient(norm: float, max_norm: float | None) -> float:
 
 
 def scale(grads: Iterable[Array], factor: float) -> None:
-    """Multiply each gradient in place."""
+    """Multiply each gradient in place; one that lives elsewhere is multiplied when it is taken."""
     for grad in grads:
-        array_module(grad).multiply(grad, factor, out=grad)
+        if is_elsewhere(grad):
+            grad.scale_by(factor)
+        else:
+            array_module(grad).multiply(grad, factor, out=grad)
 
 
 def first_not_finite(parameters: Iterable[Parameter]) -> str | None:

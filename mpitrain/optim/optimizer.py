@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.groups import Group, check_groups, treatments
 from mpitrain.optim.runs import Run
+from mpitrain.optim.sound import is_sound, look
 from mpitrain.spec import Spec
 
 
@@ -112,6 +113,14 @@ class Optimizer(ABC):
 
         Every kind is there on every rank, also where no parameter of this rank has one.  The same dicts each time.
         """
+
+    def look(self) -> list[Any]:
+        """What `is_sound` needs to know of the state: numbers, of arrays on a device arrays ()."""
+        return look(self.state_dict())
+
+    def is_sound(self, looks: Sequence[float]) -> bool:
+        """Whether an update may use the state (`mpitrain.optim.sound`), given the numbers of `look`."""
+        return is_sound(self.state_dict(), looks)
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
         """The arrays of the state on this rank, which are views: kind -> parameter's name -> array."""

@@ -2,6 +2,7 @@
 
 An elementwise update does not care where one parameter ends and the next begins.  Weights and gradients that lie next
 to each other and are treated alike are therefore passed over as one 1-d view, which saves a dozen calls a parameter.
+Arrays may live elsewhere (mpitrain.memory.stored_array): neighbours there are one vector as well.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def join(parameters: Sequence[Parameter], treatments: Sequence[Treatment]) -> li
     for p, treatment in zip(parameters, treatments, strict=True):
         if p.data.size == 0:
             continue
-        assert all(array.flags.c_contiguous for array in (p.data, p.master, p.grad)), p
+        assert all(is_elsewhere(array) or array.flags.c_contiguous for array in (p.data, p.master, p.grad)), p
         assert (p.grad.shape, p.grad.dtype) == (p.master.shape, p.master.dtype), p
         if group and not (treatment == of_group and _continues(group[-1], p)):
             runs.append(_run(group, end, of_group))
@@ -65,8 +66,15 @@ def _continues(before: Parameter, p: Parameter) -> bool:
     )
 
 
+def is_elsewhere(array: Any) -> bool:
+    """Whether an array lives in a store, from which elements are taken and to which they are put."""
+    return hasattr(array, "take") and hasattr(array, "prefetch")
+
+
 def _adjoins(before: Array, array: Array) -> bool:
     """Whether the two are views of one buffer, and the second begins where the first ends."""
+    if is_elsewhere(array) or is_elsewhere(before):
+        return is_elsewhere(array) and bool(array.adjoins(before))
     base: Any = array.base
     return (
         isinstance(base, type(array))
@@ -85,6 +93,8 @@ def _run(group: list[Parameter], end: int, treatment: Treatment) -> Run:
 
 def _vector(first: Array, size: int) -> Array:
     """`size` elements from the first element of `first` on, in the buffer that `first` views."""
+    if is_elsewhere(first):
+        return first.part(0, (size,))
     if size == first.size:
         return first.reshape(-1)
     start = _address(first) - _address(first.base)

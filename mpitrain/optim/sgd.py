@@ -15,9 +15,10 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.blocks import vector_blocks
 from mpitrain.nn.parameter import Parameter
-from mpitrain.optim.elementwise import Elementwise
+from mpitrain.optim.elementwise import WINDOW, Elementwise, Keep
 from mpitrain.optim.groups import Group
 from mpitrain.optim.optimizer import require
+from mpitrain.optim.windows import AHEAD
 
 
 class Hyper(NamedTuple):
@@ -79,6 +80,7 @@ class Sgd(Elementwise):
         weight_decay: applies to the parameters with `decay`.
         groups: other learning rates and decays by name (`mpitrain.optim.groups`).
         mesh: the layout; with groups, where not all parameters of the model are on this rank.
+        keep, window, ahead: where the state lives, and how much of it is here at a time (`Elementwise`).
 
     Raises:
         ConfigError: Nesterov without momentum, or a value out of its range.
@@ -96,6 +98,9 @@ class Sgd(Elementwise):
         weight_decay: float = 0.0,
         groups: Sequence[Group] = (),
         mesh: Mesh | None = None,
+        keep: Keep | None = None,
+        window: int = WINDOW,
+        ahead: int = AHEAD,
     ) -> None:
         require("momentum", momentum, 0 <= momentum < 1, "at least 0, below 1")
         if nesterov and momentum == 0:
@@ -103,7 +108,9 @@ class Sgd(Elementwise):
         self.kinds = ("velocity",) if momentum else ()
         self.momentum = momentum
         self.nesterov = nesterov
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh)
+        super().__init__(
+            parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh, keep=keep, window=window
+        )
 
     def _update(self, p: Array, g: Array, state: Sequence[Array], lr: float, decay: float) -> None:
         update(p, g, state, Hyper(lr, self.momentum, self.nesterov, decay))

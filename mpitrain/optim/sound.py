@@ -12,6 +12,7 @@ from typing import Any
 
 from mpitrain import kernels
 from mpitrain.backend import Array, array_module
+from mpitrain.optim.runs import is_elsewhere
 
 MEANS_OF_SQUARES = ("second_moment", "row_sums", "column_sums")
 """Kinds of state whose elements are never below 0."""
@@ -47,9 +48,10 @@ def is_sound(state: State, looks: Sequence[float]) -> bool:
 
 
 def unsound(state: State) -> Iterator[tuple[str, str, Array]]:
-    """What is not as it must be: kind, parameter's name, array."""
+    """What is not as it must be: kind, parameter's name, array; what lives elsewhere comes one tensor at a time."""
     for kind, arrays in state.items():
-        for name, array in arrays.items():
+        for name, held in arrays.items():
+            array = held.here() if is_elsewhere(held) else held
             if not _is_finite(array) or (kind in MEANS_OF_SQUARES and array.size and float(array.min()) < 0.0):
                 yield kind, name, array
 

@@ -18,13 +18,18 @@ Source: Goyal et al. 2017, arXiv:1706.02677 (synchronous sum); Li et al. 2020, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
 
 from mpitrain import kernels
 from mpitrain.backend import Array, is_half
 from mpitrain.comm.communicator import Communicator, Request
 from mpitrain.comm.mesh import Mesh
 from mpitrain.nn.parameter import Flat, Parameter
+from mpitrain.optim.optimizer import StateTensor
+from mpitrain.optim.scaler import Scaler
 
 
 class Reducer:
@@ -33,9 +38,27 @@ class Reducer:
     Attributes:
         every_walk: whether gradients leave in each walk back, and `add` is told what is final in every one of them;
             else in the last walk of a step only.
+        scaler: of the gradients, given by the executor: who keeps gradients from one step to another takes their scale
+            off, which changes.
+        local: whether only the ranks of a worker sum their gradients (`mpitrain.parallel.workers`): these are then
+            means over the worker's own targets, each worker clips by its own norm, and weights may part.
+        made_of: the numbers that say what the reducer does, which all ranks must be given alike.
+        apart: axes along which weights may differ between updates, though their parameters are the same there.
+        another_run: why a layout is not the same training run with it; "" where it is.
     """
 
     every_walk: bool = False
+    scaler: Scaler | None = None
+    local: bool = False
+    made_of: Mapping[str, int] = MappingProxyType({})
+    apart: tuple[str, ...] = ()
+    another_run: str = ""
+
+    def counted(self, targets: int, of_all: int) -> None:
+        """So many targets has this step on this worker, and on all; told before its gradients."""
+
+    def begin(self) -> None:
+        """A step begins; an error may have ended the one before in the middle, on all ranks alike."""
 
     def add(self, parameter: Parameter) -> None:
         """The gradient of `parameter` is final for this step, or for this walk."""
@@ -50,8 +73,50 @@ class Reducer:
         sent never depends on data.
         """
 
+    def arrive(self) -> bool:
+        """Gradients are measured, unscaled and clipped: put in their place what the update is to apply.
+
+        Not called in a step that is skipped.
+
+        Returns:
+            Whether there is anything to apply; else no update is made.  The same on every rank.
+        """
+        return True
+
+    @property
+    def pending_gradients(self) -> Sequence[Array]:
+        """Those of earlier steps that are on their way to the weights, for whoever counts memory."""
+        return ()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A block in which the weights are the model's, for whoever looks at it.  Collective over the world."""
+        return contextlib.nullcontext()
+
+    def join(self) -> None:
+        """Make the weights the model's for good, for whoever saves it.  Collective over the world."""
+
     def updated(self) -> None:
         """The optimizer has made an update: what of it concerns other ranks is sent.  Skipped steps make none."""
+
+    def state_tensors(self) -> dict[str, dict[str, StateTensor]]:
+        """What is kept between steps, for a checkpoint: kind -> parameter's name -> tensor; views."""
+        return {}
+
+    def state_to_fill(self, saved: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, StateTensor]]:
+        """What of it is read from a checkpoint, and where to.
+
+        Args:
+            saved: KIND/NAME -> full shape, of all tensors in it.
+        """
+        return {}
+
+    def resumed(self, updates: int) -> str:
+        """The checkpoint was read; so many updates were made before.
+
+        Returns:
+            What of the state could not go on as it was, for people; "" for nothing.
+        """
+        return ""
 
 
 class FlatReducer(Reducer):
@@ -71,7 +136,7 @@ class FlatReducer(Reducer):
         for flat, axis in self._work:
             settle(flat.parameters)
             if flat.axes:
-                axis.all_reduce(as_sent(flat.grads, flat.weights), out=flat.grads)
+                axis.all_reduce(as_sent(flat.grads, flat.weights, axis), out=flat.grads)
 
 
 class BucketedReducer(Reducer):
@@ -99,6 +164,13 @@ class BucketedReducer(Reducer):
         self._buckets = [bucket for _, bucket in sorted(made, key=lambda one: one[0], reverse=True)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._local = [p for flat in flats if not flat.axes for p in flat.parameters]
+        self._started = 0
+
+    def begin(self) -> None:
+        for bucket in self._buckets:
+            if bucket.request is not None:
+                bucket.wait()
+            bucket.missing = set(bucket.parameters)
         self._started = 0
 
     def add(self, parameter: Parameter) -> None:
@@ -135,7 +207,7 @@ class _Bucket:
 
     def start(self) -> None:
         settle(self.parameters)
-        self.request = self.axis.iall_reduce(as_sent(self.grads, self.weights), out=self.grads)
+        self.request = self.axis.iall_reduce(as_sent(self.grads, self.weights, self.axis), out=self.grads)
 
     def wait(self) -> None:
         assert self.request is not None
@@ -155,15 +227,16 @@ def sum_over_ends(parameters: Iterable[Parameter], mesh: Mesh) -> None:
     for p in parameters:
         if p.spec.tied:
             p.settle()
-            mesh.ends.all_reduce(as_sent(p.grad, p.data), out=p.grad)
+            mesh.ends.all_reduce(as_sent(p.grad, p.data, mesh.ends), out=p.grad)
 
 
-def as_sent(grads: Array, weights: Array) -> Array:
+def as_sent(grads: Array, weights: Array, axis: Communicator) -> Array:
     """Gradients in the dtype in which they travel: that of the weights.
 
     Those of halves are float32 and are sent as halves; the door adds them up in float32, and the sum stays float32.
+    Over an axis of one rank nothing travels, and nothing is rounded.
     """
-    return kernels.narrow(grads, weights.dtype) if is_half(weights.dtype) else grads
+    return kernels.narrow(grads, weights.dtype) if axis.size > 1 and is_half(weights.dtype) else grads
 
 
 def settle(parameters: Iterable[Parameter]) -> None:

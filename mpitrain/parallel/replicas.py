@@ -150,27 +150,28 @@ def check_batch(batch: Batch, mesh: Mesh) -> None:
                 )
 
 
-def other_number(batches: int, mesh: Mesh) -> DataError | None:
-    """What is wrong if ranks of ep come to another number of batches.  Collective over ep.
+def other_number(batches: int, axis: Communicator, why: str) -> DataError | None:
+    """What is wrong if ranks that work together on every pass come to another number of batches.
 
-    They hold experts for each other's tokens, so each takes part in every pass, or the others wait for it.
+    Collective over the axis: of ranks that hold experts for each other's tokens, or rows of each other's weights.
 
     Args:
         batches: that this rank was given up to now.
-        mesh: the layout.
+        axis: of these ranks.
+        why: they work together: `hold experts for each other`.
 
     Returns:
-        The error, the same on the ranks of ep, which have not begun the pass; others know nothing of it yet.
+        The error, the same on the ranks of the axis, which have not begun the pass; others know nothing of it yet.
 
-    Cost: one small message; nothing where ep has one rank.
+    Cost: one small message; nothing where the axis has one rank.
     """
-    found = mesh.ep.exchange(batches)
+    found = axis.exchange(batches)
     fewest, most = (found.index(number) for number in (min(found), max(found)))
     if fewest == most:
         return None
     return DataError(
-        f"rank {mesh.ep.ranks[fewest]} ran out of batches, after {found[fewest]}, while rank {mesh.ep.ranks[most]} has"
-        " more: ranks of axis ep hold experts for each other, and all take part in every pass.\n"
+        f"rank {axis.ranks[fewest]} ran out of batches, after {found[fewest]}, while rank {axis.ranks[most]} has"
+        f" more: ranks of axis {axis.name} {why}, and all take part in every pass.\n"
         "Give each as many, filled up with batches of padding (targets -100), as Tokens.validation does."
     )
 

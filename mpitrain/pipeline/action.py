@@ -11,6 +11,8 @@ compared, stepped through, and written by hand.
     B3@1       backward: of the input alone if W3@1 follows, else of the weights too
     SEND_B3@1  the gradient of the input goes to stage 0
     W3@1       backward of the weights
+    EVICT3@1   what F3@1 has saved, and is still here, goes to the rank's store
+    FETCH3@1   what B3@1 uses of it first begins to come back
 
 `F3.1@1` is slice 1 of micro-batch 3, where sequences are cut too.  `STEP2@0` is the update by batch 2, in a row of
 several batches.  LOAD, COUNT, REDUCE and STEP concern a rank, not a stage: they name the first of its stages.
@@ -25,7 +27,8 @@ from mpitrain.errors import ScheduleError
 
 COMPUTE = ("F", "B", "W")
 MESSAGES = ("RECV_F", "SEND_F", "RECV_B", "SEND_B")
-PER_UNIT = (*COMPUTE, *MESSAGES)
+MOVES = ("EVICT", "FETCH")
+PER_UNIT = (*COMPUTE, *MESSAGES, *MOVES)
 """Once for each micro-batch (or slice of it) and stage."""
 PER_MICRO = ("LOAD", *PER_UNIT)
 PER_STEP = ("COUNT", "REDUCE", "STEP")

@@ -20,6 +20,8 @@ from mpitrain.errors import ConfigError, ScheduleError
 from mpitrain.nn.module import Module
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import BlockScaler, LossScaler, Scaler
+from mpitrain.parallel.data import FlatReducer, Reducer
+from mpitrain.parallel.zero import RowReducer
 
 
 def scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
@@ -38,8 +40,48 @@ def scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
     return LossScaler() if scaler is None and model.like.dtype == np.float16 else scaler
 
 
+def check_updates(model: Module, optimizer: Optimizer, versions: str | None) -> None:
+    """Refuse an optimizer of something else than what this rank updates, and ZeRO where steps overlap.
+
+    Raises:
+        ConfigError: either; the same on every rank.
+    """
+    if model.zero and versions is not None:
+        raise ConfigError(
+            f"zero {model.zero} keeps one version of the weights, but the schedule computes with older ones while it"
+            " updates.\nTake one that drains at each step (gpipe, 1f1b, interleaved, zb-h1, terapipe), or zero 0."
+        )
+    if model.zero and {*optimizer.parameters} != {*model.shares()}:
+        raise ConfigError(
+            f"zero {model.zero}: this rank updates its rows of the parameters, but the optimizer was given something"
+            " else.\nMake it over the shares: AdamW(model.shares(), ...)."
+        )
+
+
+def reducer_of(model: Module, mesh: Mesh, reducer: Reducer | None) -> Reducer:
+    """The reducer that is asked for, or the usual one of the model's stage of ZeRO.
+
+    Raises:
+        ConfigError: the one that is asked for sums whole gradients, which the model does not keep, or the reverse.
+    """
+    if reducer is None:
+        return RowReducer(model, mesh) if model.zero else FlatReducer(model.flats, mesh)
+    if bool(model.zero) != isinstance(reducer, RowReducer):
+        raise ConfigError(
+            f"the model has zero {model.zero}, but {type(reducer).__name__} is"
+            f" {'not ' if model.zero else ''}made for models whose rows are dealt out.\n"
+            "Leave the reducer out, or take RowReducer(model, mesh) for zero 1, 2 and 3."
+        )
+    return reducer
+
+
 def compare_what_is_given(
-    mesh: Mesh, model: Module, optimizer: Optimizer, scaler: Scaler | None, rows: Sequence[Any]
+    mesh: Mesh,
+    model: Module,
+    optimizer: Optimizer,
+    scaler: Scaler | None,
+    rows: Sequence[Any],
+    reducer: Reducer | None = None,
 ) -> None:
     """Refuse models, rows, recomputation or updates that differ between ranks.  Collective over the world.
 
@@ -48,6 +90,7 @@ def compare_what_is_given(
         model: what it is made of, and which of its parts are made again in backward; ranks of one stage hold the same.
         optimizer, scaler: what updates it.
         rows: all that says in which order ranks work, as JSON holds it.
+        reducer: the one that is asked for.
 
     Raises:
         ConfigError: a rank has another model, or updates in another way.
@@ -58,7 +101,9 @@ def compare_what_is_given(
     schedule = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     again = sorted(module.name for module in model.modules() if module.recompute)
     scaling = None if scaler is None else [type(scaler).__name__, scaler.state_dict()]
-    updating = [type(optimizer).__name__, scaling]
+    method = type(optimizer).__name__
+    updating: list[Any] = [f"{method} (zero {model.zero})" if model.zero else method, scaling]
+    updating += [type(reducer).__name__, dict(reducer.made_of)] if reducer is not None and reducer.made_of else []
     told = mesh.world.exchange([schedule, [mesh.pp.rank, again], updating, _flat(model.made_of)])
     schedules, marks, updates, models = zip(*told, strict=True)
     odd = _first(theirs != models[0] for theirs in models)
@@ -113,5 +158,6 @@ def _first(differs: Any) -> int | None:
 
 def _text(updating: Sequence[Any]) -> str:
     """`AdamW with LossScaler {'scale': 65536.0, ...}`"""
-    optimizer, scaling = updating
-    return f"{optimizer} with {'no scaler' if scaling is None else f'{scaling[0]} {scaling[1]}'}"
+    optimizer, scaling, *reducer = updating
+    scaler = "no scaler" if scaling is None else f"{scaling[0]} {scaling[1]}"
+    return f"{optimizer} with {scaler}" + (f" and {reducer[0]} {reducer[1]}" if reducer else "")

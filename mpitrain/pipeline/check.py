@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import MESSAGES, PER_MICRO, PER_STEP, PER_UNIT, Action, Row, Schedule, placement
+from mpitrain.pipeline.action import MESSAGES, MOVES, PER_MICRO, PER_STEP, PER_UNIT, Action, Row, Schedule, placement
 
 Key = tuple[str, int | None, int, int | None]
 """An action as a plain tuple: equal to it, and made in a tenth of the time."""
@@ -28,12 +28,13 @@ class Checked:
 
     placement: rank by stage; peaks: for each rank the largest number of forward passes whose backward is not yet done,
     counted over its stages and slices; blocking_hang: where ranks would wait for ever if sends returned only once their
-    receiver has come to the receive, None if they would not.
+    receiver has come to the receive, None if they would not; here: as `peaks`, without passes between EVICT and FETCH.
     """
 
     placement: tuple[int, ...]
     peaks: tuple[int, ...]
     blocking_hang: str | None
+    here: tuple[int, ...]
 
 
 def check(rows: Schedule) -> Checked:
@@ -56,17 +57,24 @@ def check(rows: Schedule) -> Checked:
     messages = [[action for action in row if action.kind in MESSAGES] for row in rows]
     if (text := _play(messages)) is not None:
         raise ScheduleError(text)
-    return Checked(tuple(place), tuple(map(peak_in_flight, rows)), _play(messages, synchronous=True))
+    here = tuple(peak_in_flight(row, here=True) for row in rows)
+    return Checked(tuple(place), tuple(map(peak_in_flight, rows)), _play(messages, synchronous=True), here)
 
 
-def peak_in_flight(row: Row) -> int:
-    """The largest number of forward passes of a row whose backward is not yet done."""
+def peak_in_flight(row: Row, here: bool = False) -> int:
+    """The largest number of forward passes of a row whose backward is not yet done.
+
+    Args:
+        row: of a rank.
+        here: leave out those whose values are offloaded just then.
+    """
+    more, fewer = (("F", "FETCH"), ("B", "EVICT")) if here else (("F",), ("B",))
     flying = peak = 0
     for action in row:
-        if action.kind == "F":
+        if action.kind in more:
             flying += 1
             peak = max(peak, flying)
-        elif action.kind == "B":
+        elif action.kind in fewer:
             flying -= 1
     return peak
 
@@ -78,6 +86,7 @@ class _Work:
         self.place = place
         self.last_stage = len(place) - 1
         self.split = {action.stage for row in rows for action in row if action.kind == "W"}
+        self.moved = {action[1:] for row in rows for action in row if action.kind in MOVES}
         self.units, self.num_parts = _units(rows)
         self.num_micros = len(self.num_parts)
         self.batches = _batches(rows, self.num_micros)
@@ -111,6 +120,10 @@ class _Work:
             for kind in kinds:
                 for micro, part in self.units:
                     yield kind, micro, stage, part
+            for kind in MOVES:  # of a pass both or none
+                for micro, part in self.units:
+                    if (micro, stage, part) in self.moved:
+                        yield kind, micro, stage, part
         for kind in PER_STEP:
             for batch in self.batches:
                 yield kind, batch, first, None
@@ -135,11 +148,15 @@ class _Work:
                     needed.append(("B", micro, stage + 1, part) if above else ("RECV_B", micro, stage, part))
                 if part is not None and part + 1 < self.num_parts[micro or 0]:
                     needed.append(("B", micro, stage, part + 1))
+                if (micro, stage, part) in self.moved:
+                    needed.append(("FETCH", micro, stage, part))
                 return needed if stage in self.split else needed + self.update_before(action)
             case "W":
                 return [("B", micro, stage, part), *self.update_before(action)]
-            case "SEND_F":
+            case "SEND_F" | "EVICT":
                 return [("F", micro, stage, part)]
+            case "FETCH":
+                return [("EVICT", micro, stage, part)]
             case "SEND_B":
                 return [("B", micro, stage, part)]
             case "COUNT":
@@ -246,6 +263,10 @@ def _why(missing: Action, work: _Work) -> str:
         return f": for other micro-batches stage {stage} has a W"
     if kind == "F":
         return f": micro-batch {micro} has an F on another stage"
+    if kind in MOVES:
+        return (
+            f": what leaves must return, and {'FETCH' if kind == 'EVICT' else 'EVICT'}{micro}@{missing.stage} is here"
+        )
     return ""
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from mpitrain.autograd.auxiliary import collect, seeds_of
 from mpitrain.autograd.carry import Carry
+from mpitrain.autograd.node import SavePolicy
 from mpitrain.autograd.recompute import CHECKS_PURITY, RECOMPUTING
 from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
@@ -35,11 +36,12 @@ from mpitrain.nn.module import Module
 from mpitrain.nn.stage_output import check_said, check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import Scaler
-from mpitrain.parallel.data import FlatReducer, Reducer, sum_over_ends
+from mpitrain.parallel.data import Reducer, sum_over_ends
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_batch, other_number
 from mpitrain.parallel.stages import Links, pass_through
+from mpitrain.parallel.zero import gather_units
 from mpitrain.pipeline.action import Action, Row, Schedule, row_text
-from mpitrain.pipeline.alike import compare_what_is_given, scaler_of
+from mpitrain.pipeline.alike import check_updates, compare_what_is_given, reducer_of, scaler_of
 from mpitrain.pipeline.autopsy import autopsy
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.flight import Flight, beside, key_of
@@ -66,7 +68,7 @@ class Executor:
         mesh: the layout.
         rows: the schedule, one row a pipeline rank; checked here, before the first step.  Where steps overlap
             (`versions`): a function that gives the schedule of so many batches.
-        reducer: how gradients are summed; one flat all-reduce unless given.
+        reducer: how gradients are summed; unless given one flat all-reduce, or of a model of ZeRO its own.
         clip: largest global gradient norm; 0 leaves gradients alone.
         lr: learning rate by number of updates done; the optimizer's own constant unless given.
         versions: None: every micro-batch of a step sees the same weights.  "newest" or "previous": steps overlap, and
@@ -74,6 +76,7 @@ class Executor:
             (mpitrain.optim.versions).
         slices: lengths into which the sequences of a micro-batch are cut; None: they stay whole.
         scaler: of the gradients; None: for a float16 model a `LossScaler`, for any other none.
+        policy: how what ops save waits for backward (mpitrain.memory.policy), also in second forwards; None: as it is.
 
     Attributes:
         scaler: the one in force.
@@ -81,7 +84,8 @@ class Executor:
         versions: of the weights; None where steps do not overlap.
 
     Raises:
-        ConfigError: the sequences are cut, but the model's `forward_stage` takes no `carry`.
+        ConfigError: the sequences are cut, but the model's `forward_stage` takes no `carry`; the optimizer updates
+            something else than the model's shares, or the reducer is not one of its stage of ZeRO.
         ScheduleError: the rows cannot run, or are not those of this mesh and model.
     """
 
@@ -98,6 +102,7 @@ class Executor:
         versions: str | None = None,
         slices: Sequence[int] | None = None,
         scaler: Scaler | None = None,
+        policy: SavePolicy | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -105,18 +110,23 @@ class Executor:
         self.slices = None if slices is None else tuple(slices)
         if slices is not None:
             check_takes_slices(model)
+        self.policy = policy
         self._rows_of: Callable[[int], Schedule] = rows if callable(rows) else lambda _: rows
         self._plans: dict[int, RowPlan] = {}
         self.scaler = scaler_of(model, scaler)
+        check_updates(model, optimizer, versions)
         self.checked = self._plan(1).checked
         some = (1,) if versions is None else (1, 3)  # where steps overlap, the rows of a few batches tell
         text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
-        compare_what_is_given(mesh, model, optimizer, self.scaler, [text, versions, self.slices])
+        said = [text, versions, self.slices]
+        compare_what_is_given(mesh, model, optimizer, self.scaler, said, reducer)
         agree_on_arithmetic(mesh.world)
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
-        self.reducer = reducer if reducer is not None else FlatReducer(model.flats, mesh)
-        self._update = Update(model, optimizer, mesh, clip, lr, versions, self.scaler)
+        gather_units(model, mesh)
+        self.reducer = reducer_of(model, mesh, reducer)
+        self.reducer.scaler = self.scaler
+        self._update = Update(model, optimizer, mesh, clip, lr, versions, self.scaler, self.reducer)
         self.versions = self._update.versions
         self.empty_steps = 0  # steps in which no rank had a valid target
         self.links = Links(mesh.pp, self.checked.placement)
@@ -169,6 +179,7 @@ class Executor:
                 " take them for its own.\nGo on from a checkpoint, in a new start."
             )
         self.model.start_step()
+        self.reducer.begin()
         if self._steps < CHECKED_STEPS:
             for batch in batches[: CHECKED_STEPS - self._steps]:
                 if isinstance(batch, Batch):
@@ -201,6 +212,7 @@ class Executor:
         """
         empty_steps = self.empty_steps
         self.model.start_step()
+        self.reducer.begin()
         run = self._running = Running(batches, self._plan(len(batches)))
         listeners, second = LISTENERS.set((listener,)), RECOMPUTING.set(True)
         try:
@@ -304,12 +316,16 @@ class Executor:
             case "W":
                 self._announce(run.flying.pop(key_of(action)).tape.backward_weights(), run, place)
                 self._leave(action, run)
+            case "EVICT":
+                run.flying[key_of(action)].tape.policy.evict()  # type: ignore[union-attr]
+            case "FETCH":
+                run.flying[key_of(action)].tape.policy.fetch()  # type: ignore[union-attr]
             case "SEND_B":
                 gradients = run.gradients.pop(beside(key_of(action), action.stage - 1))
                 self.links.send("B", action.stage, run.plan.unit(action), gradients)
             case "REDUCE":
                 self.reducer.finish()
-                sum_over_ends(self.model.parameters(), self.mesh)
+                sum_over_ends(self.model.shares(), self.mesh)
             case "STEP":
                 number = action.micro or 0
                 report = self._update.make(number, run.measured(number))
@@ -334,10 +350,15 @@ class Executor:
         mine = [sum(micro.count for micro in run.micros[number])]
         if self.model.adds_losses:  # means over rows
             mine.append(sum(micro.rows for micro in run.micros[number]))
-        targets, *rows = self._axis.all_reduce(np.array(mine, np.int64))
-        run.targets[number] = int(targets)
-        run.rows[number] = int(sum(rows)) // self.mesh.cp.size  # whose ranks hold parts of the same rows
-        self.empty_steps += run.targets[number] == 0
+        worker, workers = (self.mesh.edp.rank, self.mesh.edp.size) if self.reducer.local else (0, 1)
+        counts = np.zeros((workers, len(mine)), np.int64)
+        counts[worker] = mine
+        counts = self._axis.all_reduce(counts)
+        cp = self.mesh.cp.size  # whose ranks hold parts of the same rows
+        (targets, rows), of_all = [(int(c[0]), int(c[1:].sum()) // cp) for c in (counts[worker], counts.sum(axis=0))]
+        run.targets[number], run.rows[number], run.of_all[number] = targets, rows, of_all
+        self.reducer.counted(targets, of_all[0])
+        self.empty_steps += of_all[0] == 0
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -379,16 +400,22 @@ class Executor:
         carry = self._carry(action, run)
         if self.versions is not None:
             self.versions.enter(key, run.plan.batch_of(action))
-        with collect() as said, Tape() as tape:
+        with collect() as said, Tape(self._policy_of_tape()) as tape:
             outputs = self.model.run_stage(stage, run.part(action), *inputs, carry=carry)
         check_said(self.model, said)
         flight = run.flying[key] = Flight(tape, inputs, outputs, carry, said.losses)
+        if self.policy is not None:
+            flight.forget_inputs()
         said.add_to(run.counts[run.plan.batch_of(action)])
         if stage == self.model.num_stages - 1:
             run.losses[run.plan.batch_of(action)] += float(to_host(outputs[0].data))
         elif self.links.is_here(stage + 1):
             run.arrived[beside(key, stage + 1)] = [t.data for t in outputs]
             flight.forget_arrays()
+
+    def _policy_of_tape(self) -> SavePolicy | None:
+        """The policy for the tape of one pass: one that keeps books has another one for each."""
+        return self.policy.begin() if self.policy is not None else None
 
     def _carry(self, action: Action, run: Running) -> Carry | None:
         """What the slices of a micro-batch hand on to each other on this stage; None for whole sequences."""
@@ -452,18 +479,27 @@ class Executor:
         """Mean loss over the valid targets of all ranks' batches, without tape and dropout; the same on every rank.
 
         Ranks of the data axis may have different numbers of batches, or none; those of one pipeline the same, and so
-        those of ep, which work together on every batch: whoever has none left gives one of padding.
+        those that work together on every batch, of ep and with zero 3 of all data axes: whoever has none left gives one
+        of padding.
 
         Raises:
-            DataError: ranks of ep were given different numbers of batches; on every rank.
+            DataError: ranks that work together were given different numbers of batches; on every rank.
         """
+        with self.reducer.whole():
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[Any]) -> float:
         sums = np.zeros(2, np.float64)
         last = self.model.num_stages - 1
         waiting, given = iter(batches), 0
+        whole = self.model.zero < 3
+        others, why = (
+            (self.mesh.ep, "hold experts for each other") if whole else (self._axis, "hold rows of all weights")
+        )
         while True:
             group = list(islice(waiting, self.mesh.pp.size))  # as many as keep all stages at work
             given += len(group)
-            mistake = other_number(given, self.mesh)
+            mistake = other_number(given, others, why)
             if not group or mistake is not None:
                 break
             made: list[dict[int, Sequence[Tensor]]] = [{} for _ in group]
@@ -474,7 +510,7 @@ class Executor:
                 if last in outputs:
                     sums += (float(to_host(outputs[last][0].data)), batch.count)
         self.links.finish()
-        if self.mesh.ep.size > 1:  # the ranks of another group of ep may have gone through all of theirs
+        if others.size > 1:  # the ranks of another group may have gone through all of theirs
             self.mesh.world.agree(mistake)
         if self.mesh.coords["tp"]:
             sums[:] = 0.0

@@ -52,6 +52,13 @@ class Flight:
         self._slots = self._places()
         self.outputs = ()
 
+    def forget_inputs(self) -> None:
+        """What backward needs of inputs waits on the tape, as its policy has it; so they need not wait here as well."""
+        for t in self.inputs:
+            if all(t is not other for other in self.outputs):
+                xp = array_module(t.data)
+                t.data = xp.broadcast_to(xp.full((), xp.nan, t.dtype), t.shape)  # a number's memory
+
     def _places(self) -> tuple[Slot | int | None, ...]:
         """For each output its place on the tape, or which input it is where the stage did nothing to it.
 
@@ -84,7 +91,7 @@ class Flight:
             parts = [g for place, g in untouched if place == number]
             if t in self.tape.grads:
                 parts.append(self.tape.grads[t])
-            gradients.append(sum(parts[1:], start=parts[0]) if parts else array_module(t.data).zeros_like(t.data))
+            gradients.append(sum(parts[1:], start=parts[0]) if parts else array_module(t.data).zeros(t.shape, t.dtype))
         return gradients
 
     def done(self) -> None:

@@ -20,18 +20,20 @@ import numpy as np
 from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tape import PATH
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, to_host
+from mpitrain.backend import Array, is_half, to_host
 from mpitrain.comm.wire import is_inexact
 from mpitrain.events import Event
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Parameter
+from mpitrain.nn.share import is_absent
 from mpitrain.optim.clip import squares
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.sound import unsound
 from mpitrain.pipeline.action import Action
 from mpitrain.pipeline.finding import AFTER, BAD, FINITE, LOW, Finding, Range, ranges, verdict
+from mpitrain.pipeline.packed import Bucket, Packed
 
-SUMS = ("all_reduce", "iall_reduce", "reduce_scatter")
+SUMS = ("all_reduce", "iall_reduce", "reduce_scatter", "ireduce_scatter")
 """Verbs that add up: finite numbers may give one that is not."""
 
 NO_GIFT = ("recv", "irecv", "barrier")
@@ -75,12 +77,17 @@ class Hunter:
         self.gifts: dict[str, Gift] = {}
         self._model = model
         self._optimizer = optimizer
-        self._parameters = model.parameters()
+        self._parameters = model.shares()
+        self._whole = model.parameters()
+        self._packed: Packed | None = None
+        self._buckets: dict[str, Bucket] = {}  # message -> whose gradients are in it
+        self._unit = ""  # whose weights are being brought
         self._action: Action | None = None
         self._step = 1
         self._ops = 0
         self._works: list[_Work] = []
         self._added: list[tuple[Parameter, _Work]] = []  # gradients that an op's backward has just been added to
+        self._last: dict[Parameter, _Work] = {}  # that was added to each
 
     def __call__(self, event: Event) -> None:
         if event.kind == "action":
@@ -91,7 +98,9 @@ class Hunter:
                 self._op(event)
             elif event.kind == "message":
                 self._message(event)
-            elif self.finding is None and verdict(event.info["result"]) != FINITE:
+            elif event.kind == "unit":
+                self._unit = event.info["path"] if event.phase == "begin" else ""
+            elif event.kind == "arrival" and self.finding is None and verdict(event.info["result"]) != FINITE:
                 self._arrived(event.info["result"], event.name, event.info)
 
     # -- a row --------------------------------------------------------------------------------------------------------
@@ -108,10 +117,15 @@ class Hunter:
         self.gifts.clear()
         self._works.clear()
         self._added.clear()
+        self._last.clear()
+        self._buckets.clear()
         for p in self._parameters:
             for name, array in ((p.name, p.master), (f"{p.name}, rounded to {p.data.dtype}", p.data)):
                 if verdict(array) != FINITE:
                     self._found("weight", array, name, "", inputs=() if array is p.master else [p.master], early=-2)
+        for p in self._whole:  # rows of other ranks are here too, where whole weights are
+            if not p.visits and verdict(p.data) != FINITE:
+                self._found("weight", p.data, p.name, "", early=-2)
         for kind, name, array in unsound(self._optimizer.state_dict()):
             self._found("state", array, name, kind, early=-1)
 
@@ -135,8 +149,12 @@ class Hunter:
             self._action = None
             return
         self._action = action
-        if action == event.info["executor"].row[0]:
-            self.start(event.info["executor"].steps + 1)
+        executor = event.info["executor"]
+        if action == executor.row[0]:
+            self.start(executor.steps + 1)
+        if self._packed is None:
+            self._packed = Packed(self._model, executor.mesh.sizes)
+        self._packed.begin()
         self._works.clear()
         batch = event.info["batch"]
         if isinstance(getattr(batch, "step", None), int):
@@ -180,6 +198,7 @@ class Hunter:
                 leaf = info["tape"].leaf(slot)
                 if leaf is not None and leaf.is_parameter:
                     self._added.append((leaf, work))
+                    self._last[leaf] = work
         self._look_at_results(work, [grad for grad in info["grads"] if grad is not None], _given(info))
 
     def _look_at_results(self, work: _Work, results: Iterable[Any], inputs: Iterable[Any]) -> None:
@@ -201,16 +220,18 @@ class Hunter:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _look_at_sums(self) -> None:
-        """The gradients to which the last op's backward was added."""
+        """The gradients to which the last op's backward was added, unless they have left already."""
         added, self._added = self._added, []
         if self.finding is None:
             for p, work in added:
-                if p.touched and verdict(p.grad) != FINITE and self.finding is None:
+                if p.touched and p.grad is not None and verdict(p.grad) != FINITE and self.finding is None:
                     self._found("gradient", p.grad, p.name, work.title, number=work.number)
 
     def _look_at_gradients(self) -> None:
+        """Those that are this rank's; what has left may hold already what others gave, of which an arrival tells."""
+        left = self._packed.left if self._packed is not None else ()
         for p in self._parameters:
-            if self.finding is None and p.touched and verdict(p.grad) != FINITE:
+            if self.finding is None and p.touched and p not in left and verdict(p.grad) != FINITE:
                 self._found("gradient", p.grad, p.name, "sum over micro-batches")
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -233,30 +254,47 @@ class Hunter:
         array = info["array"]
         finite = _verdict_of(array, verb, info) == FINITE
         self.gifts[self._key(verb, info)] = Gift(finite, _largest(array) if finite and verb in SUMS else 0.0)
+        bucket = self._bucket(verb, info)
         if finite or self.finding is not None:
             return
         if self._works:
             work = self._works[-1]
             self._look_at_results(work, [array], _given(work.info))
             return
-        for p in self._parameters:
-            if p.touched and verdict(p.grad) != FINITE:
+        for p in self._whole:
+            if p.touched and p.grad is not None and verdict(p.grad) != FINITE:
                 self._found("gradient", p.grad, p.name, "sum over micro-batches")
                 return
-        for flat in self._model.flats:  # finite as it is, not as it was rounded for the wire
-            if flat.grads.size == array.size:
-                odd = int(np.argmin(np.isfinite(array.reshape(-1))))
-                number = int(np.searchsorted(flat.offsets, odd, side="right")) - 1
-                p = flat.parameters[number]
-                self._found("gradient", array, p.name, f"rounding to {array.dtype}", [p.grad])
-                return
-        self._found("outside", array, self._path, verb)
+        if bucket is None:
+            self._found("outside", array, self._path, verb)
+            return
+        p = bucket.sent(_first_odd(array))
+        if is_half(array.dtype) and not np.isnan(to_host(array)).any():
+            # finite as it is, not as it was rounded for the wire
+            self._found("gradient", array, p.name, f"rounding to {array.dtype}", [] if p.grad is None else [p.grad])
+            return
+        last = self._last.get(p)  # what it was added to is not here any more
+        title, number = ("sum over micro-batches", None) if last is None else (last.title, last.number)
+        self._found("gradient", array, p.name, title, number=number)
+
+    def _bucket(self, verb: str, info: Mapping[str, Any]) -> Bucket | None:
+        """Whose gradients a message is to sum up; None: it is of something else."""
+        if verb not in SUMS or self._works or self._packed is None or self._action is None:
+            return None
+        cut = verb.endswith("reduce_scatter")
+        stage = self._action.stage if self._action.kind in ("B", "W") else None
+        bucket = self._packed.bucket(info["array"].size, len(info["ranks"]), stage, cut)
+        if bucket is not None:
+            self._buckets[self._key(verb, info)] = bucket
+        return bucket
 
     @property
     def _path(self) -> str:
-        """Of the op at work, else of the module."""
-        path: str = self._works[-1].info["path"] if self._works else PATH.get()
-        return path
+        """Of the op at work, else of the part whose weights are brought, else of the module."""
+        if self._works:
+            path: str = self._works[-1].info["path"]
+            return path
+        return self._unit or PATH.get()
 
     def _is_not_root(self, verb: str, info: Mapping[str, Any]) -> bool:
         return verb == "broadcast" and info["ranks"][info["how"][0]] != self.rank
@@ -274,8 +312,13 @@ class Hunter:
 
     def _arrived(self, array: Array, verb: str, info: Mapping[str, Any]) -> None:
         op = self._works[-1].title if self._works else ""
-        path = self._path or next((p.name for p in self._parameters if _is_part_of(p.grad, array)), "")
-        message = {"message": self._key(verb, info), "verb": verb, "axis": info["axis"], "site": info["site"]()}
+        key = self._key(verb, info)
+        bucket = self._buckets.get(key)
+        if bucket is not None:
+            path = bucket.received(_first_odd(array)).name
+        else:
+            path = self._path or next((p.name for p in self._parameters if _is_part_of(p.grad, array)), "")
+        message = {"message": key, "verb": verb, "axis": info["axis"], "site": info["site"]()}
         self._found("message", array, path, op, **message)
 
     def _found(
@@ -334,15 +377,12 @@ def _verdict_of(array: Array, verb: str, info: Mapping[str, Any]) -> int:
 
 
 def _given(info: Mapping[str, Any]) -> list[Any]:
-    """What an op was given: the inputs of its forward; of its backward the gradient, and what was saved.
-
-    Where a policy keeps what is saved, each item is wrapped.
-    """
+    """What an op was given: the inputs of its forward; of its backward the gradient, and what was saved."""
     if "grad" not in info:
         return list(info["inputs"])
-    items = [item[1] if type(item) is tuple and len(item) == 2 else item for item in info["node"].saved or ()]
+    items = info["saved"] if "saved" in info else [t.data for t in info["tensors"]]  # of a recomputed function
     gradients = [grad for grad in _several(info["grad"]) if grad is not None]
-    return gradients + [item for item in items if hasattr(item, "dtype")]
+    return gradients + [item for item in items if hasattr(item, "dtype") and not is_absent(item)]
 
 
 def _new(info: Mapping[str, Any]) -> list[Any]:
@@ -365,6 +405,11 @@ def _attributes(batch: Any) -> list[tuple[str, Any]]:
 def _is_part_of(gradient: Array, array: Array) -> bool:
     """Whether what is not finite in an array is this gradient, which lies in it."""
     return bool(np.may_share_memory(gradient, array)) and verdict(gradient) != FINITE
+
+
+def _first_odd(array: Array) -> int:
+    """The place of the first element that is not finite."""
+    return int(np.argmin(np.isfinite(to_host(array).reshape(-1))))
 
 
 def _largest(array: Array) -> float:

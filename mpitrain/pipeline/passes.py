@@ -4,13 +4,15 @@
     with_messages  RECV_F0 F0 SEND_F0 RECV_F1 F1 SEND_F1 RECV_B0 B0 SEND_B0 RECV_B1 B1 SEND_B1
     with_update    LOAD0 LOAD1 COUNT RECV_F0 F0 ... B1 SEND_B1 REDUCE STEP
 
-`complete` applies them all.
+`complete` applies them all, and where saved values are offloaded
+
+    with_offload   F0 SEND_F0 EVICT0 ... F1 FETCH0 B1 B0        distance 1: a B or an F comes between FETCH and B
 """
 
 from __future__ import annotations
 
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import Action, Row, Schedule, placement
+from mpitrain.pipeline.action import COMPUTE, Action, Row, Schedule, placement
 from mpitrain.pipeline.schedules import SCHEDULES, compute_rows
 
 
@@ -91,14 +93,70 @@ def with_updates(rows: Schedule, microbatches: int) -> Schedule:
     return updated
 
 
+def with_offload(rows: Schedule, distance: int = 1) -> Schedule:
+    """Have what an F saves go to the rank's store while others are at work, and come back in time for its B.
+
+        F0 F1 F2 B2 B1 B0   ->   F0 EVICT0 F1 F2 FETCH0 B2 B1 B0        distance 2
+
+    EVICT stands right after F and what F sends; FETCH so that `distance` of F, B and W come between it and the B.  A
+    pass whose B comes so soon that nothing else would stand between the two keeps what it saves.
+
+    Args:
+        rows: with or without messages and updates.
+        distance: 0 begins to fetch when B is next.
+
+    Raises:
+        ScheduleError: a negative distance.
+    """
+    if distance < 0:
+        raise ScheduleError(f"nothing can be fetched {distance} actions before its use: the distance is 0 or more")
+    return [_offloaded(row, distance) for row in rows]
+
+
+def _offloaded(row: Row, distance: int) -> Row:
+    work = [action for action in row if action.kind in COMPUTE]
+    place = {action: at for at, action in enumerate(work)}
+    evicted: set[Action] = set()
+    fetched: dict[int, Row] = {}  # after which of the work: what begins to come back
+    for action, at in place.items():
+        back = place.get(action._replace(kind="B"))
+        if action.kind == "F" and back is not None and back - at - 1 > distance:
+            evicted.add(action)
+            fetched.setdefault(back - distance - 1, []).append(action._replace(kind="FETCH"))
+    filled: Row = []
+    waiting: Row = []  # until what the last F, B or W sends is sent
+    for action in row:
+        if not action.kind.startswith("SEND"):
+            filled, waiting = filled + waiting, []
+        filled.append(action)
+        if action in place:
+            waiting = fetched.get(place[action], [])
+            if action in evicted:
+                waiting = [action._replace(kind="EVICT"), *waiting]
+    return filled + waiting
+
+
 def complete(
-    name: str, *, ranks: int, microbatches: int, chunks: int | None = None, slices: int = 1, batches: int = 1
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    slices: int = 1,
+    batches: int = 1,
+    offload: int | None = None,
 ) -> Schedule:
-    """The rows that the executor runs, of the schedule with a name; arguments and errors as in `compute_rows`."""
+    """The rows that the executor runs, of the schedule with a name.
+
+    Args:
+        name, ranks, microbatches, chunks, slices, batches: as for `compute_rows`, which says what it raises.
+        offload: how many actions ahead what was offloaded is fetched (`with_offload`); None: nothing is.
+    """
     rows = with_messages(
         compute_rows(name, ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices, batches=batches)
     )
-    return with_update(rows) if SCHEDULES[name].versions is None else with_updates(rows, microbatches)
+    rows = with_update(rows) if SCHEDULES[name].versions is None else with_updates(rows, microbatches)
+    return rows if offload is None else with_offload(rows, offload)
 
 
 def _update(batch: int | None, stage: int) -> Row:

@@ -1,7 +1,8 @@
 """What a schedule looks like: a simulated step as a picture.
 
 A lane a rank, time to the right, and a box for each F, B and W with its micro-batch, as wide as it takes time.  Idle
-time is hatched.  The picture is an SVG that needs nothing else.
+time is hatched.  Below a lane a thin one shows what moves to and from the rank's store meanwhile.  The picture is an
+SVG that needs nothing else.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _TEXT, _QUIET, _LINE = "#1f2933", "#52606d", "#cbd2d9"
 # kind of colour vision, and since no shade of one is as light as any of another, also in grey print.
 _SHADES = {"F": ("#d9ebfb", "#a0cbf0"), "B": ("#f0a050", "#d0741e"), "W": ("#7b56ad", "#452a70")}
 _ON = {"F": _TEXT, "B": _TEXT, "W": "#ffffff"}
+_OUT, _BACK = "#9aa5b1", "#1b998b"  # what leaves for the store, what returns
 
 _SHORTEST, _USUAL, _NARROWEST = 26.0, 940.0, 5.0  # pixels: of the shortest action, of all time, of a box that is seen
 _LEAST, _WIDEST = 800, 1600  # pixels of a whole picture: less only if all that is written fits
 _HIGH, _GAP, _LINE_HIGH = 30, 8, 20
+_COPIES = 7  # of the thin lane
 _COLUMNS = 132  # pixels at the right, for the figures of each rank
 _LETTER = 0.61  # width of a letter of size 1
 
@@ -73,7 +76,7 @@ class _Picture:
         legend, lines = self._legend()
         self.legend = legend
         self.top = self.under + 38 + _LINE_HIGH * lines
-        self.pitch = _HIGH + (18 if messages else _GAP)
+        self.pitch = _HIGH + (18 if messages else _GAP) + (_COPIES + 2 if timeline.copies else 0)
         self.bottom = self.top + self.pitch * self.ranks - (self.pitch - _HIGH)
         self.height = math.ceil(self.bottom + 54 + _LINE_HIGH * len(self.footer))
 
@@ -130,6 +133,8 @@ class _Picture:
             chunks = [chunk if shades <= 4 else chunk * (shades - 1) // 3 for chunk in range(min(shades, 4))]
             entries.append(([self._fill(kind, chunk) for chunk in chunks], names[kind]))
         entries.append((["url(#idle)"], "idle"))
+        if self.timeline.copies:
+            entries += [([_OUT], "leaves for the store"), ([_BACK], "returns")]
         if any(self.updates):
             entries.append(([], "update"))
         x, y, lines, parts = 16.0, self.under + 14, 1, []
@@ -181,6 +186,7 @@ class _Picture:
             parts.append(_write(16, y + 26, f"stages {_listed(self.stages[rank])}", _QUIET, size=10))
         parts.append(f'<rect x="{self.left}" y="{y}" width="{total:.6g}" height="{_HIGH}" fill="url(#idle)"/>')
         parts += [self._box(rank, span) for span in drawn(spans)]
+        parts += [self._copy(rank, span) for span in (self.timeline.copies or [()] * self.ranks)[rank]]
         for time in self.updates[rank]:
             parts.append(f'<path d="M{self.x(time):.6g} {y - 3} v{_HIGH + 6}" stroke="{_TEXT}" stroke-width="2.5"/>')
         parts.append(_write(self.right + 44, y + 20, f"{self.timeline.idle[rank]:.4g}", _TEXT, "end"))
@@ -198,6 +204,12 @@ class _Picture:
         if size >= 6:
             box += _write(x + wide / 2, y + 19.5, _number(action), _ON[action.kind], "middle", size)
         return f"<g><title>{action}: {span.start:.6g} to {span.stop:.6g}</title>{box}</g>"
+
+    def _copy(self, rank: int, span: Span) -> str:
+        x, wide = self.x(span.start), (span.stop - span.start) * self.scale
+        fill = _OUT if span.action.kind == "EVICT" else _BACK
+        box = f'<rect x="{x:.6g}" y="{self.y(rank) + _HIGH + 2}" width="{wide:.6g}" height="{_COPIES}" fill="{fill}"/>'
+        return f"<g><title>{span.action}: {span.start:.6g} to {span.stop:.6g}</title>{box}</g>" if wide else ""
 
     def _arrows(self) -> list[str]:
         """An arrow for each message between ranks whose lanes are neighbours; longer ones would cross the boxes."""

@@ -77,7 +77,8 @@ class Running:
 
     Attributes:
         micros: batch -> its micro-batches; parts: (micro-batch, slice) -> its tokens.
-        targets, rows: batch -> targets and sequences that are no padding, over all ranks; losses: batch -> sum of this
+        targets, rows: batch -> targets and sequences that are no padding, over all ranks, or those of a worker if it
+            learns by its own; of_all: batch -> both, over all workers then; losses: batch -> sum of this
             rank; counts: batch -> what forward passes counted here, by name.
         arrived: what came for an F; inputs: the same as leaves; gradients: what came for a B, or is to be sent from the
             stage after; flying: between F and the end of backward; carries: between the slices of a micro-batch.
@@ -92,6 +93,7 @@ class Running:
         self.parts: dict[tuple[int | None, int], Any] = {}
         self.targets: dict[int, int] = {}
         self.rows: dict[int, int] = {}
+        self.of_all: dict[int, tuple[int, int]] = {}
         self.losses = [0.0] * len(batches)
         self.counts: list[dict[str, np.ndarray]] = [{} for _ in batches]
         self.reports: list[StepReport] = []
@@ -111,7 +113,8 @@ class Running:
 
     def measured(self, number: int) -> Measured:
         """What a batch of the row has measured so far."""
-        return Measured(self.losses[number], self.targets[number], self.rows[number], self.counts[number])
+        targets, rows = self.of_all.get(number, (self.targets[number], self.rows[number]))
+        return Measured(self.losses[number], targets, rows, self.counts[number])
 
     def made(self, action: Action) -> dict[str, Any]:
         """What an action made, for listeners.

@@ -1,7 +1,8 @@
 """Plays a schedule on a clock: when every action begins and ends, how long ranks are idle, what they hold in memory.
 
 Nothing is computed and no message sent.  A rank does its row in order; F, B and W take the time that they cost, a send
-none, and a receive lasts until its message is there.
+none, and a receive lasts until its message is there.  A lane beside the rank does what EVICT and FETCH ask for, in
+their order; a B waits for its FETCH.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import COMPUTE, Action, Schedule, placement
+from mpitrain.pipeline.action import COMPUTE, MOVES, Action, Schedule, placement
 from mpitrain.pipeline.check import Checked, Key, check, peak_in_flight, sent_by
 
 __all__ = ["Checked", "Costs", "Sizes", "Span", "Timeline", "check", "simulate", "until_stuck"]
@@ -23,13 +24,14 @@ class Costs:
     """What one micro-batch (or slice of one) costs, in any unit of time.
 
     f, b, w: of an F, a B and a W of one stage, a number for all stages or one for each; a B with no W after it costs
-    b + w.  message: from a send to the arrival.
+    b + w.  message: from a send to the arrival.  copy: of an EVICT and of a FETCH of one stage, as f.
     """
 
     f: float | Sequence[float] = 1.0
     b: float | Sequence[float] = 1.0
     w: float | Sequence[float] = 1.0
     message: float = 0.0
+    copy: float | Sequence[float] = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Timeline:
 
     rows: the schedule; spans: every action of every row in order; makespan: when the last rank is done; busy, idle: for
     each rank the time in F, B and W, and the rest of the makespan; bubble: the idle fraction of the whole; peak_micros:
-    for each rank as `Checked.peaks`; peak_bytes: for each rank as `simulate` says, None without sizes.
+    for each rank as `Checked.peaks`; peak_bytes: for each rank as `simulate` says, None without sizes; copies: what
+    the lane beside each rank moves, empty where nothing is offloaded.
     """
 
     rows: Schedule
@@ -70,6 +73,7 @@ class Timeline:
     bubble: float
     peak_micros: tuple[int, ...]
     peak_bytes: tuple[int, ...] | None
+    copies: tuple[tuple[Span, ...], ...] = ()
 
 
 def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = None) -> Timeline:
@@ -81,7 +85,8 @@ def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = N
 
     With `sizes`, the peak of a rank is the largest sum of
 
-        saved[q]       from the start of an F on stage q to the end of its B
+        saved[q]       from the start of an F on stage q to the end of its B, without the time from the end of what its
+                       EVICT moves to the beginning of what its FETCH does
         kept[q]        from then to the end of the W, where there is one
         boundary[q]    what comes into stage q: with the sender from SEND_F to the end of RECV_F, with the receiver from
                        there to the start of its F; where both are one rank, from the end of one F to the start of the
@@ -125,6 +130,7 @@ def _timeline(play: _Play, peaks: tuple[int, ...], peak_bytes: tuple[int, ...] |
         bubble=sum(idle) / (len(play.rows) * makespan) if makespan else 0.0,
         peak_micros=peaks,
         peak_bytes=peak_bytes,
+        copies=tuple(map(tuple, play.copies)) if any(play.copies) else (),
     )
 
 
@@ -137,6 +143,9 @@ class _Play:
         split = {action.stage for row in rows for action in row if action.kind == "W"}
         whole = [b[stage] if stage in split else b[stage] + w[stage] for stage in range(num_stages)]
         self.cost = {"F": f, "B": whole, "W": w}
+        self.copy = _by_stage(costs.copy, num_stages, "copy")
+        self.copies: list[list[Span]] = [[] for _ in rows]
+        self.fetched: dict[Key, float] = {}  # by the B: when what it fetches is there
         self.message = _by_stage(costs.message, 1, "message")[0]
         self.clock = [0.0] * len(rows)
         self.spans: list[list[Span]] = [[] for _ in rows]
@@ -156,7 +165,14 @@ class _Play:
                 kind = action.kind
                 start = now
                 if kind in self.cost:
+                    start = now = max(now, self.fetched.get(action, 0.0))
                     now += self.cost[kind][action.stage]
+                elif kind in MOVES:
+                    lane = self.copies[rank]
+                    begin = max(now, lane[-1].stop if lane else 0.0)
+                    lane.append(Span(action, begin, begin + self.copy[action.stage]))
+                    if kind == "FETCH":
+                        self.fetched[action._replace(kind="B")] = lane[-1].stop
                 elif kind.startswith("SEND"):
                     self.sent[action] = now
                     if action in waiting:
@@ -205,11 +221,12 @@ def _peak(play: _Play, rank: int, placement: tuple[int, ...], sizes: Sizes) -> i
     split = {span.action.stage for span in spans if span.action.kind == "W"}
     boundary = [0, *sizes.boundary[1:], 0]  # into stage q, and out of the stage before it
     rounding = 1e-12 * max(play.clock)  # times that differ by less are the same moment
-    on_their_way: list[tuple[float, int]] = []  # a heap: when it will have been received, bytes
+    on_their_way: list[tuple[float, int]] = []  # a heap: when it will have been received, or evicted, bytes
+    moves = {span.action: span for span in play.copies[rank]}
     held = peak = 0
 
     def until(time: float) -> int:
-        """Bytes that others have received until then."""
+        """Bytes that others have received, or that have left for the store, until then."""
         received = 0
         while on_their_way and on_their_way[0][0] <= time + rounding:
             received += heappop(on_their_way)[1]
@@ -231,6 +248,10 @@ def _peak(play: _Play, rank: int, placement: tuple[int, ...], sizes: Sizes) -> i
                 held += boundary[stage] if stage - 1 in here else 0
             case "W":
                 held -= sizes.kept[stage]
+            case "EVICT":
+                heappush(on_their_way, (moves[Action(kind, micro, stage, part)].stop, sizes.saved[stage]))
+            case "FETCH":
+                held += sizes.saved[stage]
             case "RECV_F" | "RECV_B":
                 held += boundary[stage if kind == "RECV_F" else stage + 1]
             case "SEND_F" | "SEND_B":

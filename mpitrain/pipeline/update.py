@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain import kernels
+from mpitrain.autograd.tape import PATH
 from mpitrain.backend import Array
+from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
 from mpitrain.nn.module import Module
-from mpitrain.optim.clip import coefficient, first_not_finite, on_host, scale
+from mpitrain.optim.clip import coefficient, first_not_finite, on_host, scale, square
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import LossScaler, Scaler
-from mpitrain.optim.sound import is_sound, look
 from mpitrain.optim.versions import Versions
+from mpitrain.parallel.data import Reducer
 from mpitrain.pipeline.autopsy import Autopsy
 
 UNCHANGED = "No weight was changed by this step."
@@ -37,10 +38,11 @@ UNSOUND = "the optimizer's state is not finite, or negative where it is a mean o
 class StepReport:
     """What one step did; the same on every rank.
 
-    loss: mean over all valid targets of the step, in nats; grad_norm: global, without the scale and before clipping;
-    lr: used in this step; targets: how many counted; skipped: whether gradients overflowed, so that no weight was
-    changed; scale, next_scale: of the gradients in this step and in the next, 1 where they have none; rows: sequences
-    that are no padding, and counted: by name what forward passes counted, both of models that count only.
+    loss: mean over all valid targets of the step, in nats; grad_norm: global, without the scale and before clipping,
+    and of workers with gradients of their own the root of the mean of their squares; lr: used in this step; targets:
+    how many counted; skipped: whether gradients overflowed, so that no weight was changed; scale, next_scale: of the
+    gradients in this step and in the next, 1 where they have none; rows: sequences that are no padding, and counted: by
+    name what forward passes counted, both of models that count only.
     """
 
     loss: float
@@ -103,13 +105,15 @@ class Update:
         lr: learning rate by number of updates done; the optimizer's own constant unless given.
         rule: of the versions of the weights where steps overlap ("newest", "previous"); None: they do not.
         scaler: of the gradients; None: they have no scale.
+        reducer: what had the gradients summed; None: nothing follows from it.
 
     Attributes:
         versions: of the weights; None where steps do not overlap.
         report: of the last step of which it is known what it did, also where that was no good.
 
     Raises:
-        ScheduleError: the rule does not go together with clipping, scaling or tied weights.
+        ScheduleError: the rule does not go together with clipping, scaling or tied weights, or with workers that
+            learn on their own.
     """
 
     def __init__(
@@ -121,12 +125,18 @@ class Update:
         lr: Callable[[int], float] | None,
         rule: str | None,
         scaler: Scaler | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         if rule == "newest" and (clip or scaler is not None or any(p.spec.tied for p in model.parameters())):
             raise ScheduleError(
                 "stages that update with their newest weights do so at different times: no global norm is known, no"
                 " step can be skipped by all, and tied weights cannot be kept equal.\n"
                 "Leave out clip, scale no gradients (float16) and tie no weights, or take versions='previous'."
+            )
+        if rule is not None and reducer is not None and reducer.local:
+            raise ScheduleError(
+                f"with {type(reducer).__name__} workers learn on their own, and stages would update with weights of"
+                " other steps besides.\nTake a schedule that drains at each step (gpipe, 1f1b, interleaved, zb-h1)."
             )
         self.versions = None if rule is None else Versions(model.flats, optimizer, rule)
         self.report: StepReport | None = None
@@ -136,7 +146,9 @@ class Update:
         self._clip = clip
         self._lr = lr
         self._scaler = scaler
-        self._parameters = model.parameters()
+        self._reducer = Reducer() if reducer is None else reducer
+        self._worker = mesh.merged(("pp", "ep", "cp", "tp")) if self._reducer.local else None
+        self._parameters = model.shares()
         self._counted = [p for p in self._parameters if self._counts(p)]
         self._sums = sum(model.counted.values())  # numbers that forward passes count
         self._waiting: dict[int, tuple[Array, float]] = {}  # step of the row -> what this rank measured, learning rate
@@ -162,7 +174,7 @@ class Update:
             self._waiting[number] = self._measure([1.0])[1:], lr
         if self.versions is not None:
             self.versions.renew()
-        if report is None or not report.skipped:
+        if (report is None or not report.skipped) and self._reducer.arrive():
             self._optimizer.step(lr)
         if self.versions is not None:
             self._model.start_step()
@@ -180,7 +192,8 @@ class Update:
         found, counts = self._parted(self._mesh.world.all_reduce(np.append(mine, self._counts_of(measured))))
         unsound = bool(found[-1])
         bad = [bool(flag) for flag in found[2:-1]]
-        norm = math.nan if any(bad) else math.sqrt(found[1])
+        workers = 1 if self._worker is None else self._mesh.edp.size
+        norm = math.nan if any(bad) else math.sqrt(found[1] / workers)
         skipped = scaler is not None and any(bad)
         shown = 1.0 if scaler is None else scaler.shown
         loss, targets = mean(found[0], measured.targets), measured.targets
@@ -198,21 +211,29 @@ class Update:
                 self._refuse(report, self._optimizer.updates, UNCHANGED, why, self._lower())
             report = self.report = replace(report, next_scale=scaler.shown)
         if not skipped:
-            clipped = coefficient(norm, self._clip or None)
-            if self._parameters and (norm * clipped) ** 2 > np.finfo(self._parameters[0].master.dtype).max:
+            clipped = coefficient(math.sqrt(found[1]), self._clip or None)  # no worker's gradient is longer
+            if self._parameters and found[1] * clipped**2 > np.finfo(self._parameters[0].master.dtype).max:
                 self._refuse(report, self._optimizer.updates, UNCHANGED, f"the gradient norm is {norm:g}: {TOO_LONG}")
+            if self._worker is not None and self._clip:
+                clipped = coefficient(self._own_norm(self._worker, mine[1:2]), self._clip)
             self._rescale(inverses, clipped)
         return report
+
+    def _own_norm(self, worker: Communicator, squares: Array) -> float:
+        """Of the gradient of this rank's worker."""
+        path = PATH.set("loss and norm")  # else a ledger would take the message for the optimizer's own
+        total = float(worker.all_reduce(squares)[0])
+        PATH.reset(path)
+        return math.sqrt(total)
 
     def _measure(self, inverses: Sequence[float]) -> Array:
         """What ranks tell each other: room for the loss; the squares of the gradients that this rank counts; of each
         group whether one is not finite; whether the optimizer's state must not be used.
         """
         mine = np.zeros(3 + len(inverses))
-        counted, state = set(self._counted), self._optimizer.state_dict()
-        looks = look(state)
-        found = on_host([*looks, *(kernels.sum_of_squares(p.grad) for p in self._parameters)])
-        mine[-1] = not is_sound(state, found[: len(looks)])
+        counted, looks = set(self._counted), self._optimizer.look()
+        found = on_host([*looks, *(square(p.grad) for p in self._parameters)])
+        mine[-1] = not self._optimizer.is_sound(found[: len(looks)])
         for p, length in zip(self._parameters, found[len(looks) :], strict=True):
             group = 0 if self._scaler is None else self._scaler.group(p)
             if not math.isfinite(length):
@@ -225,7 +246,7 @@ class Update:
         """Take the scale off the gradients and clip them, in one pass."""
         if len(inverses) == 1:
             if inverses[0] * clipped != 1.0:
-                scale([flat.grads for flat in self._model.flats], inverses[0] * clipped)
+                scale([grad for flat in self._model.flats for grad in flat.updated], inverses[0] * clipped)
             return
         assert self._scaler is not None
         for p in self._parameters:
@@ -308,6 +329,8 @@ class Update:
     def _counts(self, p: Any) -> bool:
         """Whether this rank counts a parameter in the norm: where it is neither cut nor local, the first rank does."""
         counted_everywhere = [axis for axis in p.spec.norm_axes() if axis != "pp" or not p.spec.tied]
+        if self._worker is not None:
+            counted_everywhere.append("edp")
         return all(index == 0 or axis in counted_everywhere for axis, index in self._mesh.coords.items())
 
 

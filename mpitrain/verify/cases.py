@@ -33,6 +33,10 @@ OF_EXPERTS = ("blocks.*.mlp", "blocks.*.mlp.router", "blocks.0", "*.*,blocks.*.m
 LR_GROUPS = ("table.*=0.5,*.bias=2", "blocks.0.*=0", "*.mlp.*=0.3,*.weight=1.7")
 
 
+ZERO = {word: way for word, way in WAYS.items() if way.group == "ZeRO"}.keys()
+"""Words for what ranks deal out."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One combination.
@@ -69,6 +73,9 @@ class Case:
             settings |= {"recompute": OPTIONS["recompute"].default, "recompute_modules": None}
         steps = sum(self.rows)
         settings |= {"sequence_parallel": "sp" in layout.ways, "expert_overlap": "overlap" in layout.ways}
+        settings["zero"] = next((int(way[-1]) for way in layout.ways if way in ZERO), 0)
+        if settings["zero"] < 3:  # where weights do not come and go
+            settings.pop("prefetch", None)
         return Config(**settings, cp_attention=kind, steps=steps)
 
     @property
@@ -163,6 +170,13 @@ def case_of(seed: int) -> Case:
             layout = replace(layout, ways=tuple(way for way in WAYS if way in (*layout.ways, "overlap")))
         if options["recompute_modules"] is not None:
             options["recompute_modules"] = one_of(*OF_EXPERTS)
+    if not layout.is_stale:
+        zero, options["prefetch"] = one_of(None, *ZERO, "zero3"), one_of(0, 1, 1, 3)
+        if zero is not None and layout.sizes.keys() & {*WAYS[zero].over}:
+            layout = replace(layout, ways=(*layout.ways, zero))
+    options["gist"] = one_of(None, None, "lossless", "16", "10", "8")
+    if options["recompute"] == "none" or slices > 1 or "rsa" in layout.ways:  # where rounding would be another run
+        options["gist"] = one_of(None, "lossless")
     return Case(seed, layout, vocab, options)
 
 

@@ -1,7 +1,7 @@
 """Every layout of so many ranks, with every way of each axis.
 
 2 ranks    pp2 in each schedule, dp2, cp2 in each kind of attention, tp2 with and without sequence parallelism;
-           once more, as few as show it beside everything: dp2,ep2; blocks made again; scores kept
+           once more, as few as show it beside everything: dp2,ep2; blocks made again; scores kept; each stage of ZeRO
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def all_layouts(ranks: int) -> Iterator[Layout]:
     yield from spread
     for word, way in WAYS.items():
         if not way.axis:
-            yield from _few([*last_first, *spread], partial(_also, word))
+            yield from _few([*(_first_of(way.over, last_first)), *spread], partial(_also, word))
 
 
 def _few(
@@ -61,9 +61,15 @@ def _few(
             yield changed
 
 
+def _first_of(axes: tuple[str, ...], layouts: Iterable[Layout]) -> list[Layout]:
+    """The layouts, those that have the first of some axes before the others, and those that have no other first."""
+    return sorted(layouts, key=lambda layout: (axes[:1] != (*layout.sizes,), {*axes[:1]}.isdisjoint(layout.sizes)))
+
+
 def _also(word: str, layout: Layout) -> Layout | None:
     """The layout with one way more."""
-    return None if {*layout.sizes, *layout.ways}.intersection(WAYS[word].without) else _with(layout, word)
+    way, has = WAYS[word], {*layout.sizes, *layout.ways}
+    return None if has.intersection(way.without) or (way.over and has.isdisjoint(way.over)) else _with(layout, word)
 
 
 def _with(layout: Layout, word: str) -> Layout:

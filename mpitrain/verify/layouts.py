@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mpitrain.config import CONTEXT_KINDS
-from mpitrain.debug.capture import MADE_AGAIN, SCORES_KEPT
+from mpitrain.debug.capture import CUT, MADE_AGAIN, SCORES_KEPT
 from mpitrain.errors import ConfigError
 from mpitrain.options import suggest
 from mpitrain.pipeline.schedules import SCHEDULES
@@ -39,6 +39,7 @@ class Way:
         group: one of the words of a group is always in force; a word without a group is on or off.
         without: axes and words with which it does not go together.
         stale: whether it changes the mathematics, so that one rank's plain training is not what it should equal.
+        over: axes of a way of the whole model that does nothing unless it has one of them.
     """
 
     axis: str
@@ -49,6 +50,7 @@ class Way:
     group: str = ""
     without: tuple[str, ...] = ()
     stale: bool = False
+    over: tuple[str, ...] = ()
 
 
 _ATTENTION_OPS = {"ring": ("ring_attention",), "ulysses": ("all_to_all",), "rsa": ("rsa_attention",)}
@@ -80,6 +82,18 @@ WAYS = {
         group="recompute",
         without=("cp", "terapipe"),  # where queries and keys come in parts, scores are kept or not whatever is said
     ),
+    **{
+        f"zero{stage}": Way(
+            "",
+            ("--zero", str(stage)),
+            f"ranks deal out {what}",
+            seen=CUT[stage],
+            group="ZeRO",
+            without=tuple(kind.name for kind in SCHEDULES.values() if kind.versions is not None),
+            over=("dp", "cp"),
+        )
+        for stage, what in ((1, "optimizer state"), (2, "gradients, too"), (3, "weights, too"))
+    },
 }
 """Word -> what it means.  Those of a schedule are told by the order in which ranks compute."""
 
@@ -150,7 +164,7 @@ class Layout:
 
     @property
     def simple(self) -> Layout:
-        """The same without axes of one rank, and without ways of axes that it does not have."""
+        """The same without axes of one rank, and without ways that do nothing on its axes."""
         return self._with(self.sizes, self.ways)
 
     @property
@@ -170,14 +184,15 @@ class Layout:
 
     def _with(self, sizes: Mapping[str, int], ways: Iterable[str]) -> Layout:
         """A layout of these axes, and of what belongs to them."""
-        kept = tuple(way for way in ways if WAYS[way].axis in (*sizes, ""))
+        kept = tuple(way for way in ways if _is_at_work(WAYS[way], sizes))
         return Layout(tuple(sizes.items()), kept, tuple(pair for pair in self.counts if COUNTS[pair[0]].way in kept))
 
     def parts(self) -> list[Layout]:
         """The layouts of one axis each that this one is made of, also without what is on or off; never itself.
 
         A schedule is an order of the same work: its axis stands alone without it, too.  An axis that is a part of
-        another stands alone as all of it.  What the model does on any ranks stands alone on one.
+        another stands alone as all of it.  What the model does on any ranks stands alone on one, or beside each axis
+        that it needs.
         """
         found: dict[Layout, None] = {}
         for axis, size in self.sizes.items():
@@ -186,14 +201,22 @@ class Layout:
             alone = {PART_OF.get(axis, axis): size, axis: size}
             found[self._with(alone, always)] = None
             found[self._with(alone, ways)] = None
+            for way in self.ways:
+                if axis in WAYS[way].over:
+                    found[self._with(alone, [*always, way])] = None
         for way in self.ways:
-            if not WAYS[way].axis:
+            if not WAYS[way].axis and not WAYS[way].over:
                 found[self._with({}, [way])] = None
         return [part for part in found if part != self.simple]
 
     def __str__(self) -> str:
         counts = (f"{letter}{number}" for letter, number in self.counts)
         return ",".join([*(f"{axis}{size}" for axis, size in self.axes), *self.ways, *counts])
+
+
+def _is_at_work(way: Way, sizes: Mapping[str, int]) -> bool:
+    """Whether a way does anything in a layout of these axes."""
+    return way.axis in (*sizes, "") and (not way.over or any(axis in sizes for axis in way.over))
 
 
 def parse(text: str) -> Layout:

@@ -23,8 +23,8 @@ from mpitrain.comm.local import run_script
 from mpitrain.comm.world import world
 from mpitrain.debug.capture import recording, write
 from mpitrain.debug.states.around import checking_states
-from mpitrain.errors import UserError
-from mpitrain.events import listen
+from mpitrain.errors import ConfigError, UserError
+from mpitrain.events import Event, listen
 from mpitrain.verify import stale
 
 
@@ -44,6 +44,7 @@ def recorded(folder: Path, steps: int, states: bool) -> Iterator[None]:
     ranks = world()
     courses = stale.read(courses_of(folder))
     with ExitStack() as stack:
+        stack.enter_context(listen(_refuse_another_run))
         if courses:
             stack.enter_context(listen(stale.Replay(ranks, courses)))
         file = stack.enter_context(open(records_of(folder, ranks.rank), "wb"))
@@ -51,6 +52,19 @@ def recorded(folder: Path, steps: int, states: bool) -> Iterator[None]:
         if states:
             stack.enter_context(checking_states(ranks))
         yield
+
+
+def _refuse_another_run(event: Event) -> None:
+    """A listener that ends a script whose reducer makes every layout a run of its own, before its first step.
+
+    Raises:
+        ConfigError: it does; on every rank.
+    """
+    why = event.info["executor"].reducer.another_run if event.kind == "action" else ""
+    if why:
+        raise ConfigError(
+            f"{why}: every layout is a training run of its own.\nThere is nothing to prove; take another reducer."
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -47,7 +47,11 @@ def test_every_verb_takes_and_gives_device_arrays(cupy, ranks, deterministic):
         x = cupy.asarray(host)
         arrived(w.reduce_scatter(x), np.split(total, n)[me])
         arrived(w.reduce_scatter(x.T, 1), np.split(total.T, n, 1)[me])
+        arrived(w.ireduce_scatter(x).wait(), np.split(total, n)[me])
+        arrived(w.ireduce_scatter(x.T, 1).wait(), np.split(total.T, n, 1)[me])
         arrived(w.all_gather(x), np.concatenate(of_rank))
+        arrived(w.iall_gather(x).wait(), np.concatenate(of_rank))
+        arrived(w.iall_gather(x.T, 1).wait(), np.concatenate([part.T for part in of_rank], 1))
         arrived(w.all_gather(x, -1), np.concatenate(of_rank, 1))
         arrived(w.all_to_all(x), np.concatenate([np.split(part, n)[me] for part in of_rank]))
         arrived(w.iall_to_all(x, 1, 0).wait(), np.concatenate([np.split(part, n)[me] for part in of_rank], 1))
@@ -79,6 +83,30 @@ def test_slices_of_different_lengths_change_places(cupy):
         arrived(w.iall_to_all(x, counts=counts).wait(), np.array(expected[w.rank], float))
 
     LocalWorld(2).run(main)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_slices_of_different_lengths_are_joined_and_summed(cupy, deterministic):
+    def main() -> None:
+        w = world()
+        w.set_deterministic(deterministic)
+        counts, whole = [0, 3, 1], np.arange(8.0).reshape(4, 2)
+        place = slice(sum(counts[: w.rank]), sum(counts[: w.rank + 1]))
+        mine, wide = cupy.asarray(whole[place]), cupy.asarray(whole.T)
+        for begin in (w.all_gather, lambda *x, **how: w.iall_gather(*x, **how).wait()):
+            arrived(begin(mine, counts=counts), whole)
+            arrived(begin(mine.T, 1, counts=counts), whole.T)
+            out = cupy.zeros((4, 2))
+            out[place] = mine
+            assert begin(out[place], out=out, counts=counts) is out
+            arrived(out, whole)
+        for begin in (w.reduce_scatter, lambda *x, **how: w.ireduce_scatter(*x, **how).wait()):
+            arrived(begin(wide.T, counts=counts), 3 * whole[place])
+            out = cupy.zeros((2, counts[w.rank]), np.float32)
+            assert begin(wide.astype(np.float16), 1, out=out, counts=counts) is out
+            arrived(out, 3 * whole[place].T)
+
+    LocalWorld(3).run(main)
 
 
 def test_a_message_crosses_once_each_way(cupy):

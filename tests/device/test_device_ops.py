@@ -188,6 +188,16 @@ CASES: dict[str, list[Case]] = {
             (normal(2, 3, 12), normal(2, 2, 12)),
         ),
     ],
+    "conv2d": [
+        (lambda xp, x, w, b: ops.conv2d(x, w, b, padding=1), (normal(2, 5, 4, 3), normal(4, 3, 3, 3), normal(4))),
+        (lambda xp, x, w: ops.conv2d(x, w, None, (2, 1), (0, 2)), (strided(2, 5, 4, 3), normal(4, 2, 3, 3))),
+        (lambda xp, x, w: ops.conv2d(x, w), (normal(0, 3, 3, 1), normal(2, 3, 3, 1))),
+    ],
+    "max_pool2d": [
+        (lambda xp, x: ops.max_pool2d(x), (normal(2, 4, 5, 3),)),
+        (lambda xp, x: ops.max_pool2d(x, 3, 1), (strided(2, 5, 4, 2),)),
+        (lambda xp, x: ops.max_pool2d(x), (normal(0, 2, 2, 1),)),
+    ],
     "softmax_cross_entropy": [
         (lambda xp, x: ops.softmax_cross_entropy(x, xp.asarray(TARGETS)), (normal(2, 3, 7),)),
         (lambda xp, x: ops.softmax_cross_entropy(x, xp.asarray(TARGETS[:, :0])), (normal(2, 0, 7),)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,13 @@ LIMITS = {
 }
 
 
-SHORT = {"10_experts": "--steps 2"}
+SHORT = {"10_experts": "--steps 2", "11_digits_cnn": "--epochs 1 --gist lossless"}
 """Flags of lessons that train for longer than a test should."""
+
+
+DIGITS = pytest.mark.skipif(
+    find_spec("sklearn") is None, reason="scikit-learn is not installed, which brings the digits"
+)
 
 
 def differences(printed: str) -> dict[str, float]:
@@ -62,6 +68,10 @@ def check(printed: str) -> None:
         ("09_half_precision", 1),
         ("09_half_precision", 2),
         ("10_experts", 3),
+        ("12_zero", 1),
+        ("12_zero", 3),
+        pytest.param("11_digits_cnn", 1, marks=DIGITS),
+        pytest.param("11_digits_cnn", 3, marks=DIGITS),
     ],
 )
 def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Callable[..., str]) -> None:
@@ -95,6 +105,26 @@ def test_the_timeline_of_a_pipeline_is_printed_and_drawn(
     check(printed)
     assert re.search(r"bubble +measured +[0-9.]+% +formula +[0-9.]+% +simulated +[0-9.]+%", printed)
     assert f"<title>{schedule}, measured" in (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@DIGITS
+@pytest.mark.parametrize("gist", ["none", "lossless", "16", "10", "8"])
+def test_digits_are_told_apart_also_with_encoded_activations(gist: str, run: Callable[..., str]) -> None:
+    """98.5 % of the test images, and with losses within 0.3 points of that; lossless encodings are the same run."""
+    printed = run(f"mpitrain local -n 2 {EXAMPLES}/11_digits_cnn.py --pp 2 --microbatches 2 --gist {gist}")
+    check(printed)
+    told = re.search(r"^test: .*?([0-9.]+)% of 360 images told right$", printed, re.MULTILINE)
+    assert told is not None
+    assert float(told[1]) >= (98.5 if gist in ("none", "lossless") else 98.2)
+    saved = dict(re.findall(r"^ +--gist (\w+) .* ([0-9.]+)x$", printed, re.MULTILINE))
+    assert float(saved["16"]) > float(saved["lossless"]) > 1.8
+
+
+@pytest.mark.mpi
+@DIGITS
+def test_the_digits_are_learned_by_processes(run: Callable[..., str]) -> None:
+    check(run(f"mpirun -n 2 python {EXAMPLES}/11_digits_cnn.py --epochs 1"))
 
 
 def test_a_picture_in_no_folder_is_refused_before_the_training(run: Callable[..., str]) -> None:

@@ -20,6 +20,7 @@ import re
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -130,6 +131,30 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python {ROOT}/benchmarks/experts.py --show --result none.json",
         "",
     ),
+    # docs/how-to/train-on-images.md
+    "mpitrain local -n 4 examples/11_digits_cnn.py --pp 2": (
+        "mpitrain local -n 2 examples/11_digits_cnn.py --pp 2 --epochs 1",
+        "",
+    ),
+    "mpirun -n 4 python examples/11_digits_cnn.py": ("mpirun -n 2 python examples/11_digits_cnn.py --epochs 1", MPI),
+    # docs/explanation/gist.md
+    "python examples/11_digits_cnn.py --gist 16": ("python examples/11_digits_cnn.py --gist 16 --epochs 1", ""),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --gist 16 --memory": (
+        f"mpitrain local -n 2 examples/train_gpt.py --gist 16 --memory --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain verify --layout tp2,sp --layout dp2,pp2,zb-h1 -- --gist 16": (
+        "mpitrain verify --layout tp2,sp --first 1 -- --gist 16 --layers 1",
+        "",
+    ),
+    ".venv/bin/python benchmarks/gist.py": (
+        f"python {ROOT}/benchmarks/gist.py --small --only bytes --result small.json",
+        "",
+    ),
+    ".venv/bin/python benchmarks/gist.py --write-docs": (
+        f"python {ROOT}/benchmarks/gist.py --show --result none.json",
+        "",
+    ),
     # docs/explanation/expert-overlap.md
     "./run_mpi.sh -n 2 examples/train_gpt.py --experts 8 --ep 2 --expert-overlap": (
         f"mpitrain local -n 2 examples/train_gpt.py --experts 8 --ep 2 --expert-overlap --steps 2 {TINY}",
@@ -147,6 +172,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         )
         for launch in ("./run_mpi.sh -n 4", "mpitrain local -n 4")
     },
+    "mpitrain local -n 4 examples/12_zero.py": ("mpitrain local -n 2 examples/12_zero.py", ""),
     "mpitrain local -n 2 examples/10_experts.py": ("mpitrain local -n 2 examples/10_experts.py --steps 2", ""),
     "mpitrain local -n 4 own_experts.py --ep 4": ("mpitrain local -n 4 own_experts.py --ep 4", ""),
     "mpitrain verify --layout dp2,ep2 --layout dp2,ep2,tp2 own_experts.py": (
@@ -155,6 +181,94 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "mpitrain verify --layout dp4 --layout dp4,ep2 --layout dp4,ep4 -- --experts 4": (
         "mpitrain verify --layout dp2 --layout dp2,ep2 --first 1 -- --experts 4 --layers 1",
+        "",
+    ),
+    # docs/explanation/zero.md
+    "mpirun -n 4 python examples/train_gpt.py --zero 1": (
+        f"mpirun -n 2 python examples/train_gpt.py --zero 1 --steps 2 {TINY}",
+        MPI,
+    ),
+    # docs/explanation/offload.md, docs/how-to/train-beyond-memory.md
+    "./run_mpi.sh -n 2 examples/train_gpt.py --offload optimizer": (
+        f"mpitrain local -n 2 examples/train_gpt.py --offload optimizer --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 2 examples/train_gpt.py --offload optimizer,activations,parameters"
+    " --offload-to hdf5:/tmp/scratch": (
+        "mpitrain local -n 2 examples/train_gpt.py --offload optimizer,activations,parameters --offload-to hdf5:scratch"
+        f" --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 2 examples/train_gpt.py --memory-budget 64MiB": (
+        f"mpitrain local -n 2 examples/train_gpt.py --memory-budget 64MiB --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 2 examples/train_gpt.py --memory-budget 16MiB --offload-to hdf5:/tmp/scratch": (
+        f"mpitrain local -n 2 examples/train_gpt.py --memory-budget 16MiB --offload-to hdf5:scratch --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 2 examples/train_gpt.py --offload optimizer --offload-to hdf5:/tmp/scratch": (
+        f"mpitrain local -n 2 examples/train_gpt.py --offload optimizer --offload-to hdf5:scratch --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain local -n 4 examples/train_gpt.py --zero 3 --memory --steps 5": (
+        f"mpitrain local -n 2 examples/train_gpt.py --zero 3 --memory --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain verify --layout dp4,zero1 --layout dp2,tp2,zero3": (
+        "mpitrain verify --layout dp2,zero1 --layout dp2,zero3 --first 1 -- --layers 1",
+        "",
+    ),
+    ".venv/bin/python benchmarks/zero.py": (f"python {ROOT}/benchmarks/zero.py --show --result none.json", ""),
+    ".venv/bin/python benchmarks/zero.py --write-docs": (
+        f"python {ROOT}/benchmarks/zero.py --show --result none.json",
+        "",
+    ),
+    # docs/explanation/asynchronous.md
+    **{
+        f"./run_mpi.sh -n 4 examples/train_gpt.py {flags}": (
+            f"mpitrain local -n 2 examples/train_gpt.py {flags} --steps 2 {TINY}",
+            "",
+        )
+        for flags in (
+            "--reducer stale --staleness 3",
+            "--reducer stale --staleness 3 --stale-workers",
+            "--reducer local --local-steps 16",
+        )
+    },
+    "mpitrain verify --layout dp2,tp2 -- --reducer stale --staleness 2": (
+        "mpitrain verify --layout dp2,tp2 --first 3 -- --reducer stale --staleness 2 --layers 1",
+        "",
+    ),
+    ".venv/bin/python benchmarks/asynchronous.py": (
+        f"python {ROOT}/benchmarks/asynchronous.py --small --only 'adamw, K=3, seed 1' 'adamw, H=4, seed 1' bowl"
+        " --result small.json",
+        "",
+    ),
+    ".venv/bin/python benchmarks/asynchronous.py --write-docs": (
+        f"python {ROOT}/benchmarks/asynchronous.py --show --result none.json",
+        "",
+    ),
+    # docs/explanation/powersgd.md
+    "./run_mpi.sh -n 4 examples/train_gpt.py --reducer powersgd --optimizer adafactor": (
+        f"mpitrain local -n 2 examples/train_gpt.py --reducer powersgd --optimizer adafactor --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --reducer powersgd --powersgd-rank 16 --powersgd-start 200": (
+        f"mpitrain local -n 2 examples/train_gpt.py --reducer powersgd --powersgd-start 1 --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain verify --layout dp4 --layout dp2,pp2 --layout dp2,cp2 -- --reducer powersgd": (
+        "mpitrain verify --layout dp2 --first 2 -- --reducer powersgd --powersgd-tables --layers 1",
+        "",
+    ),
+    ".venv/bin/python benchmarks/powersgd.py --jobs 2": (
+        f"python {ROOT}/benchmarks/powersgd.py --small --only 'adafactor, exact, seed 1' 'adafactor, rank 4, seed 1'"
+        " --result small.json",
+        "",
+    ),
+    ".venv/bin/python benchmarks/powersgd.py --write-docs": (
+        f"python {ROOT}/benchmarks/powersgd.py --show --result none.json",
         "",
     ),
     # docs/explanation/recompute.md
@@ -353,6 +467,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp2,ep2 --layout dp2,ep2,cp2 --first 2 any_layout.py --experts 4",
         "",
     ),
+    "mpitrain verify --layout dp4,zero1 --layout dp2,pp2,zero3 any_layout.py": (
+        "mpitrain verify --layout dp4,zero1 --layout dp2,pp2,zero3 --first 2 any_layout.py",
+        "",
+    ),
     "mpitrain local -n 2 bits.py": ("mpitrain local -n 2 bits.py", ""),
     "mpitrain local -n 2 bits.py --dtype bfloat16": ("python bits.py --dtype bfloat16", ""),
     "mpitrain verify --layout dp2 --layout dp4,full bits.py": (
@@ -459,9 +577,16 @@ def test_every_command_of_the_documents_is_known_here_and_every_one_known_is_sho
     assert not forgotten, "no document shows these any more"
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.mpi if mpi else (), id=c) for c, (_, mpi) in COMMANDS.items()]
-)
+def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
+    """What a command needs."""
+    found = [pytest.mark.mpi] if mpi else []
+    if "11_digits_cnn" in command:
+        missing = find_spec("sklearn") is None
+        found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))
+    return found
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c, mpi), id=c) for c, (_, mpi) in COMMANDS.items()])
 def test_a_command_of_the_documents_works(command: str, folder: Path, run: Callable[..., str]) -> None:
     assert run(COMMANDS[command][0], folder).strip()
 

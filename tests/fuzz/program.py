@@ -259,16 +259,6 @@ def parameter(name, data):
     return p
 
 """
-COPIES = """
-
-class Copies:
-    def pack(self, function, array):
-        return array.copy()
-
-    def unpack(self, handle):
-        return handle
-
-"""
 WALKS = {
     "backward": "for _ in tape.backward(seeds):\n    pass",
     "policy": "for _ in tape.backward(seeds):\n    pass",
@@ -292,7 +282,7 @@ def source(program: Program) -> str:
             leaves.append(f"{leaf.name} = {f'Tensor({text})' if leaf.role == 'constant' else text}")
     leaves += [f"{name} = {spell_array(array, str(array.dtype))}" for name, array in arrays.items()]
     seeds = [f"({s.name}, {spell_laid(s.values, dtypes[s.name], s.layout)})" for s in program.seeds]
-    tape = "Tape(Copies())" if program.walk == "policy" else "Tape()"
+    tape = "Tape(Gist())" if program.walk == "policy" else "Tape()"
     body = [f"with {tape} as tape:", *[f"    {line}" for line in recorded or ["pass"]]]
     body += [f"seeds = [{', '.join(seeds)}]"]
     if program.walk == "twice":
@@ -310,5 +300,5 @@ def source(program: Program) -> str:
     if any(leaf.role == "parameter" for leaf in program.leaves):
         head += PARAMETER.lstrip("\n")
     if program.walk == "policy":
-        head += COPIES
+        head += "from mpitrain.memory.gist import Gist\n"
     return "\n".join([head, *leaves, *body, ""])

@@ -11,6 +11,7 @@ import numpy as np
 from fuzz.program import EPS, OPS, Leaf, Program, lay, naive_value, same_choices
 
 from mpitrain.autograd import Function, Tape, Tensor, ops
+from mpitrain.memory.gist import Gist
 from mpitrain.nn.parameter import Parameter
 
 
@@ -26,16 +27,6 @@ class Run:
     grads: dict[str, np.ndarray]
 
 
-class Copies:
-    """A policy that saves copies."""
-
-    def pack(self, function: type[Function], array: np.ndarray) -> np.ndarray:
-        return array.copy()
-
-    def unpack(self, handle: np.ndarray) -> np.ndarray:
-        return handle
-
-
 def run(program: Program, walk: str | None = None) -> Run:
     """The program with mpitrain.
 
@@ -47,7 +38,7 @@ def run(program: Program, walk: str | None = None) -> Run:
     arrays: dict[str, np.ndarray] = {}
     code = compile("\n".join(program.lines(arrays)), "<program>", "exec")
     objects = {leaf.name: make(leaf) for leaf in program.leaves if leaf.role != "number"}
-    tape, env = record(code, objects, arrays, Copies() if walk == "policy" else None)
+    tape, env = record(code, objects, arrays, Gist() if walk == "policy" else None)
     values = {name: data(value) for name, value in env.items()}
     before = {name: array.copy() for name, array in {**values, **arrays}.items()}
     seeds = [(env[s.name], lay(s.values, env[s.name].dtype, s.layout)) for s in program.seeds]

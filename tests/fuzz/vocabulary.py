@@ -58,9 +58,12 @@ class Op:
 
 def vocabulary() -> dict[str, Op]:
     """All words, by the name of the function in `mpitrain.autograd.ops`."""
-    from fuzz import words_elementwise, words_experts, words_fused, words_index, words_reduce, words_shape
+    from fuzz import words_elementwise, words_experts, words_fused, words_images, words_index, words_reduce, words_shape
 
-    modules = (words_elementwise, words_reduce, words_shape, words_index, words_fused, words_experts)
+    modules = (
+        *(words_elementwise, words_reduce, words_shape, words_index),
+        *(words_fused, words_experts, words_images),
+    )
     words = [op for module in modules for op in module.WORDS]
     assert len({op.name for op in words}) == len(words)
     return {op.name: op for op in words}

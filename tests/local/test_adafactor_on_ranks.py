@@ -22,7 +22,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.events import listen
 from mpitrain.models.gpt import GPT
 from mpitrain.nn.init import normal
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import Adafactor, AdamW, Group
 from mpitrain.optim.scaler import LossScaler
 from mpitrain.pipeline.executor import Executor

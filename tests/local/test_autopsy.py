@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
 import checks_autopsy as checks
 from chain import Chain, Numbers, numbers
-from checks_layouts import layouts, with_documents
+from checks_layouts import layouts, reducer, with_documents
 
 from mpitrain import collectives
 from mpitrain.autograd import ops
@@ -29,7 +29,6 @@ from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.adam import AdamW
 from mpitrain.optim.scaler import LossScaler
 from mpitrain.optim.sgd import Sgd
-from mpitrain.parallel.data import BucketedReducer, FlatReducer
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.passes import complete, with_update
@@ -69,6 +68,64 @@ def test_a_dozen_places_on_eight_ranks_are_all_named_and_nothing_is_changed():
 def test_sixty_places_of_a_layout_are_all_named(ranks, count, how, seed):
     """RELIABILITY 15."""
     assert named(ranks, count, seed, **how) == (count, [])
+
+
+ZERO = [
+    (2, {"dp": 2, "zero": 1}),
+    (4, {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "bucketed": True}),
+    (4, {"dp": 2, "tp": 2, "zero": 3, "sp": True, "bucketed": True}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "how"), ZERO)
+def test_so_are_those_of_rows_that_ranks_deal_out(ranks, how):
+    """Also where whole gradients are gone before anybody can look, and weights come in messages."""
+    assert named(ranks, 10, seed=how["zero"], sizes=SMALL, **how) == (10, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (4, {"dp": 4, "dtype": "f8"}),
+        (4, {"dp": 2, "pp": 2, "schedule": "zb-h1"}),
+        (4, {"dp": 2, "pp": 2, "schedule": "interleaved", "chunks": 2}),
+        (4, {"dp": 2, "pp": 2, "sizes": replace(checks.SIZES, tied=True)}),
+        (4, {"dp": 2, "cp": 2}),
+    ],
+)
+def test_so_are_sixty_of_every_stage_of_zero(ranks, how, zero, bucketed):
+    assert named(ranks, 60, zero=zero, bucketed=bucketed, **how) == (60, [])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_gradient_that_a_half_cannot_hold_on_its_way_is_named(zero):
+    """Finite in float32, infinite as it travels; in stages 2 and 3 its message is all that is left of it."""
+
+    def main():
+        mesh = Mesh(world())
+        model = GPT(SMALL, mesh, seed=3, dtype=np.float16, zero=zero)
+        scaler = LossScaler(1.0, patience=2)
+        rows = complete("1f1b", ranks=1, microbatches=2)
+        executor = Executor(model, AdamW(model.shares()), mesh, rows, scaler=scaler)
+        checks.RANK.set(mesh.world.rank)
+        checks.SPOIL.set(checks.Spoil(checks.Place("gradient", 1, "B1@0", "blocks.1.mlp.up.bias"), 1e5))
+
+        def run():
+            for batch in batches_of(executor):
+                executor.step(batch)
+
+        with pytest.raises(NumericsError) as caught:
+            run()
+        return caught.value.autopsy.finding
+
+    with checks.spoiling():
+        found, other = LocalWorld(2).run(main)
+    assert found == other
+    assert (found.kind, found.rank, found.path) == ("gradient", 1, "blocks.1.mlp.up.bias")
+    assert found.op == "rounding to float16"
 
 
 # -- C84 --------------------------------------------------------------------------------------------------------------
@@ -258,6 +315,7 @@ def assert_no_alarm(case):
     dtype = number.choice(["f4", "f8"])
     micros, documents, bucketed = number.choice([1, 2]), number.random() < 0.5, number.random() < 0.5
     schedule, recomputed = number.choice(["1f1b", "gpipe", "zb-h1"]), number.random() < 0.5
+    zero = number.choice([0, 1, 2, 3])
 
     def main():
         mesh = Mesh(world(), **{axis: n for axis, n in layout.items() if axis in ("pp", "dp", "tp", "cp")})
@@ -268,12 +326,13 @@ def assert_no_alarm(case):
             dtype=dtype,
             sequence_parallel=layout.get("sp", False),
             cp_attention=layout.get("kind", "ring"),
+            zero=zero,
         )
         mark_recompute(model, ["blocks.*"] if recomputed else [], mesh.pp.exchange)
-        optimizer = Sgd(model.parameters(), lr=0.1) if case % 3 == 0 else AdamW(model.parameters())
-        reducer = (BucketedReducer if bucketed else FlatReducer)(model.flats, mesh)
+        optimizer = Sgd(model.shares(), lr=0.1) if case % 3 == 0 else AdamW(model.shares())
         rows = complete(schedule, ranks=mesh.pp.size, microbatches=micros)
-        executor = Executor(model, optimizer, mesh, rows, reducer=reducer, clip=1.0)
+        summed = reducer(model, mesh, 1 << 12 if bucketed else 0)
+        executor = Executor(model, optimizer, mesh, rows, reducer=summed, clip=1.0)
         hunter = Hunter(model, optimizer, mesh.world.rank)
         found = []
         with listen(hunter):
@@ -560,7 +619,7 @@ def test_what_a_bucket_brings_is_told_with_the_parameter():
     _, told = spoiled(checks.Place("wire", 1, "B1@0", "", "iall_reduce", 1), dp=2, bucketed=True)
     found = told.finding
     assert (found.kind, found.verb, found.micro) == ("message", "iall_reduce", None)
-    assert found.path == "positions.weight"
+    assert found.path == "table.weight"
 
 
 def test_a_maximum_that_begins_at_minus_infinity_is_no_finding():

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checks_checked
 import checks_comm
 import checks_data_parallel
+import checks_slices
 from delay import delayed
 
 from mpitrain.comm.checked import Checks
@@ -84,12 +85,12 @@ def test_messages_that_are_late_in_checked_mode() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "mpi"])
-@pytest.mark.parametrize("name", [check.__name__ for check in checks_comm.CHECKS])
-def test_the_door_in_checked_mode(name: str, kind: str) -> None:
+@pytest.mark.parametrize("check", [*checks_comm.CHECKS, *checks_slices.CHECKS], ids=lambda check: check.__name__)
+def test_the_door_in_checked_mode(check: Callable[[World], None], kind: str) -> None:
     def main() -> None:
         w = world() if kind == "local" else as_mpi(world())
         w.set_checked()
-        getattr(checks_comm, name)(w)
+        check(w)
 
     LocalWorld(3, timeout=20).run(main)
 

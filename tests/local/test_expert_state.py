@@ -13,7 +13,8 @@ from mpitrain.comm.world import world
 from mpitrain.errors import StateError
 from mpitrain.events import listen
 from mpitrain.nn.init import normal
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import Adafactor, AdamW, Group, Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer
 from mpitrain.parallel.replicas import check_replicas

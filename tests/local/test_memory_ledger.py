@@ -206,6 +206,7 @@ FLAGS = ["--model", "gpt-tiny", "--steps", "2", "--sample-length", "0", "--memor
 
 def told(tmp_path, capsys, *flags, ranks=1):
     """What a run printed, and its last line of metrics."""
+    tmp_path.mkdir(exist_ok=True)
     data = tmp_path / "text.txt"
     data.write_text("abcdefgh ijklmnop qrstuvwx yz\n" * 200)
     argv = [*FLAGS, "--data", str(data), "--run", str(tmp_path / "run"), *flags]
@@ -241,6 +242,23 @@ def test_memory_is_told_after_the_first_step_and_at_the_end(tmp_path, capsys, fl
     peaks = metrics[1]["memory_peak_bytes"]
     assert peaks["all"] == sum(peaks.values()) - peaks["all"]
     assert json.dumps(peaks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_offloaded_is_told_beside_what_is_here(tmp_path, capsys, dtype):
+    flags = ["--dtype", dtype, "--offload"]
+    text, _ = told(tmp_path, capsys, *flags, "optimizer")
+    rows, of_state = rows_of(text, "memory after step 2, "), 2 if dtype == "float32" else 3
+    assert {"optimizer state", "masters"}.isdisjoint(rows)
+    gradients = float(rows["gradients"][0])
+    here, predicted = rows["in the store"]
+    assert here == predicted
+    assert float(here) == pytest.approx(of_state * gradients, abs=0.02)
+    text, _ = told(tmp_path / "other", capsys, *flags, "activations")
+    rows = rows_of(text, "memory after step 2, ")
+    assert rows["optimizer state"][3] != "0.00"
+    assert len(rows["activations"]) == 3  # no formula for what is on its way
+    assert rows["in the store"][0] == rows["in the store"][1] != "0.00"
 
 
 def test_a_block_is_told_beside_the_paper(tmp_path, capsys):

@@ -21,8 +21,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the mutations are
 import mutations_experts  # noqa: F401 - registers its own
 import mutations_memory  # noqa: F401
+import mutations_offload  # noqa: F401
 import mutations_optimizer  # noqa: F401
 import mutations_pipeline
+import mutations_powersgd  # noqa: F401
+import mutations_zero  # noqa: F401
 from checks_layouts import with_documents, with_padding
 from mutations import MUTATIONS, Mutation
 
@@ -42,7 +45,7 @@ from mpitrain.pipeline.passes import with_messages, with_update
 from mpitrain.pipeline.schedules import one_f_one_b
 from mpitrain.verify.here import record_on, replay
 from mpitrain.verify.judge import judge
-from mpitrain.verify.layouts import AXES, Layout, parse
+from mpitrain.verify.layouts import AXES, WAYS, Layout, parse
 from mpitrain.verify.sweep import case_of, prove
 from mpitrain.verify.sweep import train as train_case
 
@@ -100,7 +103,8 @@ def train(layout: Layout, options: dict[str, Any]) -> float:
         options["schedule"] = layout.schedule
     if layout.sizes.get("pp", 1) == 1:
         options.pop("stage_layers", None)
-    ways = {"sequence_parallel": "sp" in layout.ways, "expert_overlap": "overlap" in layout.ways}
+    ways: dict[str, Any] = {"sequence_parallel": "sp" in layout.ways, "expert_overlap": "overlap" in layout.ways}
+    ways["zero"] = next((int(way[-1]) for way in layout.ways if WAYS[way].group == "ZeRO"), 0)
     config = Config(**{**BASE, **options}, **sizes, **ways, cp_attention=kind)
     mesh = Mesh(world(), pp=config.pp, dp=config.dp, ep=config.ep, cp=config.cp, tp=config.tp)
     text = np.random.default_rng(7).integers(14, size=2000, dtype=np.uint16)
@@ -118,10 +122,14 @@ def train(layout: Layout, options: dict[str, Any]) -> float:
         for change in changes:
             batch = change(batch)
         batches.append(batch.part(model.positions_here))
-    for row in [batches] if layout.is_stale else [[batch] for batch in batches]:
-        executor.run(row)
     rows = 4 * mesh.dp.size
-    return executor.evaluate(tokens.validation(rows, mesh.dp.rank, mesh.dp.size, model.positions_here))
+    try:
+        for row in [batches] if layout.is_stale else [[batch] for batch in batches]:
+            executor.run(row)
+        return executor.evaluate(tokens.validation(rows, mesh.dp.rank, mesh.dp.size, model.positions_here))
+    finally:
+        if model.elsewhere is not None:
+            model.elsewhere.home.close()
 
 
 def alone(layout: Layout, options: dict[str, Any], kept: list[list[Record]]) -> tuple[list[Record], float]:
@@ -198,17 +206,17 @@ def test_a_known_bug_is_found(mutation: Mutation) -> None:
 
 
 def test_there_are_enough_of_them_and_none_twice() -> None:
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 240
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 280
 
 
 OPTIONS = ({}, {"dropout": 0.3, "padded": True, "microbatches": 2}, {"kv_heads": 2, "tied": True})
 
 
-SAVING = ("loss_scaling", "lr_groups", "recompute_modules", "experts")
+SAVING = ("loss_scaling", "lr_groups", "recompute_modules", "experts", "offload")
 
 
 def saves(mutation: Mutation) -> bool:
-    """Whether it is about memory, scales, groups or experts, where what is to be proven sound is its own options."""
+    """Whether it is about memory, scales, groups, experts or offload, where its own options are to be proven sound."""
     again = {"full", "none"}.intersection(mutation.layout.split(","))
     return bool(again) or not mutation.options.keys().isdisjoint(SAVING)
 

@@ -5,6 +5,7 @@ Each oracle holds for the library as it is, and none of the bugs of mutations_ha
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,12 +38,14 @@ SIZES = replace(checks.SIZES, layers=1, dropout=0.0)
 
 
 class Run:
-    """A small GPT of halves, whole on each rank."""
+    """A small GPT of halves, of which each rank holds what the stage of ZeRO says."""
 
-    def __init__(self, *, dtype: Any = np.float16, micros: int = 1, method: Any = AdamW, lr: float = 1e-3) -> None:
+    def __init__(
+        self, *, dtype: Any = np.float16, micros: int = 1, method: Any = AdamW, lr: float = 1e-3, zero: int = 0
+    ) -> None:
         self.mesh = Mesh(world())
-        self.model = GPT(SIZES, self.mesh, seed=3, dtype=dtype)
-        self.parameters = self.model.parameters()
+        self.model = GPT(SIZES, self.mesh, seed=3, dtype=dtype, zero=zero)
+        self.parameters = self.model.shares()
         self.optimizer = method(self.parameters, lr=lr)
         scaler = LossScaler(1024.0, window=2, hysteresis=1) if dtype == np.float16 else None
         rows = complete("1f1b", ranks=1, microbatches=micros)
@@ -148,6 +151,36 @@ def sums_over_ranks() -> None:
     LocalWorld(4).run(main)
 
 
+def shares() -> None:
+    """T21.6, C20 with ZeRO: shares add up micro-batches and ranks in float32, of gradients that travel as halves."""
+
+    def main() -> None:
+        run = Run(micros=6, zero=2)
+        brought: list[np.ndarray] = []
+
+        def note(event: Event) -> None:
+            if event.kind == "message" and event.phase == "end" and event.name == "reduce_scatter":
+                assert event.info["array"].dtype == np.float16
+                brought.append(event.info["result"].copy())
+            elif event.kind == "action" and event.info["action"].kind == "STEP" and event.phase == "begin":
+                np.testing.assert_array_equal(run.model.flats[0].grads, functools.reduce(np.add, brought))
+
+        with listen(note):
+            run.train(0, 1)
+        assert len(brought) == 6
+        for zero in (1, 2):
+            run = Run(zero=zero)
+            for p in run.model.parameters():
+                p.accumulate(np.full(p.shape, 20000.0, np.float32))
+            if zero == 2:
+                run.executor.reducer.walked(0)
+            run.executor.reducer.finish()
+            for p in run.parameters:
+                np.testing.assert_array_equal(p.grad, 80000.0, err_msg=f"{p.name}, stage {zero}")
+
+    LocalWorld(4).run(main)
+
+
 def norms() -> None:
     """C12: a row of 96 equal halves, and one far from zero; eps that no half can hold."""
     far = np.random.default_rng(3).normal(300.0, 4.0, (5, 96)).astype(np.float16)
@@ -224,6 +257,7 @@ ORACLES: dict[str, Callable[[], None]] = {
     "resume": resume,
     "micro-batches": micro_batches,
     "sums over ranks": sums_over_ranks,
+    "shares": shares,
     "norms": norms,
     "no gradient": no_gradient,
     "tiny gradients": tiny_gradients,

@@ -36,7 +36,7 @@ from mpitrain.nn.module import PRECISION, Module
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import Sgd
 from mpitrain.optim.adam import AdamW
-from mpitrain.parallel.data import FlatReducer
+from mpitrain.parallel.data import FlatReducer, Reducer
 from mpitrain.pipeline.action import row_text
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.passes import with_update
@@ -78,7 +78,7 @@ def points(step: int, rank: int, size: int) -> Points:
     return Points(inputs[rank::size], targets[rank::size])
 
 
-class Added:
+class Added(Reducer):
     """A reducer that knows in which order gradients became final."""
 
     def __init__(self, inner: FlatReducer) -> None:
@@ -543,8 +543,8 @@ def test_a_state_that_an_optimizer_spoils_on_one_rank_is_found_though_weights_do
 def test_weights_that_start_from_other_numbers_are_found_before_the_first_step(monkeypatch):
     whole = mpitrain.models.gpt.GPT.materialize
 
-    def materialize(self, mesh, seed=0, dtype=np.float32, xp=np):
-        whole(self, mesh, seed + mesh.coords["tp"], dtype, xp)
+    def materialize(self, mesh, seed=0, *others):
+        whole(self, mesh, seed + mesh.coords["tp"], *others)
 
     monkeypatch.setattr(mpitrain.models.gpt.GPT, "materialize", materialize)
     verdict, found = prove("dp2,tp2")
@@ -573,7 +573,9 @@ def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
     ):
         assert len({case.options[name] for case in drawn}) > 1, name
     assert {1, 2, 3, 4, 5, 6, 7, 8} <= {case.layout.ranks for case in drawn}
-    assert {way for case in drawn for way in case.layout.ways} == {word for word, way in WAYS.items() if way.axis}
+    assert {way for case in drawn for way in case.layout.ways} == {
+        word for word, way in WAYS.items() if way.axis or way.over
+    }
     assert {case.options["recompute"] for case in drawn} == {"none", "selective", "full"}
     assert {case.options["recompute_modules"] for case in drawn} == {
         None, *cases.PARTS, *cases.OF_EXPERTS
@@ -605,7 +607,8 @@ def test_a_failing_case_is_repeated_by_the_command_that_is_printed(capsys, monke
     monkeypatch.setattr(FlatReducer, "finish", after_finish(doubled))
     path = tmp_path / "sweep.json"
     seeds = [seed for seed in range(200) if sweep.case_of(seed).layout.sizes.get("dp", 1) > 1]
-    broken = next(s for s in seeds if sweep.case_of(s).options["reducer"] == "flat")
+    whole = [s for s in seeds if not cases.ZERO & {*sweep.case_of(s).layout.ways}]
+    broken = next(s for s in whole if sweep.case_of(s).options["reducer"] == "flat")
     assert main(["--sweep", "1", "--seed", str(broken), "--json", str(path)]) == 1
     text = capsys.readouterr().out
     assert f"repeat    mpitrain verify --sweep 1 --seed {broken}\n" in text
@@ -664,6 +667,7 @@ class Layout:
     ep: int = 1
     cp: int = 1
     tp: int = 1
+    zero: int = 0
 
 
 how, *flags = sys.argv[1:]
@@ -677,7 +681,8 @@ for flag, value in zip(flags[::2], flags[1::2]):
     if how == "takes none" or (how == "dp only" and flag != "--dp"):
         print("usage: script.py\\nscript.py: error: unrecognized arguments:", flag, value, file=sys.stderr)
         sys.exit(2)
-    if how != "deaf" and not (how == "deaf to ways" and flag in ("--schedule", "--chunks", "--slices", "--recompute")):
+    of_ways = "--schedule", "--chunks", "--slices", "--recompute", "--zero"
+    if how != "deaf" and not (how == "deaf to ways" and flag in of_ways):
         setattr(layout, flag.removeprefix("--"), value if flag in ("--schedule", "--recompute") else int(value))
 here = world()
 mesh = Mesh(here, pp=layout.pp, dp=layout.dp, ep=layout.ep, cp=layout.cp, tp=layout.tp)
@@ -701,7 +706,7 @@ slices = [8 // layout.slices] * layout.slices if layout.schedule == "terapipe" a
 partition = balance([1.0], layout.pp * chunks)
 model = GPT(
     shape, mesh, seed=1, partition=partition, sequence_parallel=sequence_parallel, cp_attention=kind,
-    keep_scores=layout.recompute == "none",
+    keep_scores=layout.recompute == "none", zero=min(layout.zero, 1) if how == "state only" else layout.zero,
 )
 for block in model.blocks:
     block.recompute = layout.recompute == "full"
@@ -709,7 +714,7 @@ rows = complete(layout.schedule, ranks=layout.pp, microbatches=2, chunks=chunks,
 if how == "another order" and layout.pp > 1:
     rows = complete("gpipe", ranks=layout.pp, microbatches=2)
 executor = Executor(
-    model, AdamW(model.parameters(), lr=1e-3), mesh, rows, clip=1.0, slices=slices if len(slices) > 1 else None
+    model, AdamW(model.shares(), lr=1e-3), mesh, rows, clip=1.0, slices=slices if len(slices) > 1 else None
 )
 finish = executor.reducer.finish
 def twice():
@@ -726,7 +731,7 @@ for batch in tokens.batches(8, rank, size, stop_step=stop, positions=model.posit
     if how == "refuses late" and here.size > 1 and batch.step == 1:
         raise ConfigError("not on a Sunday")
     if how == "nan" and here.size > 1 and batch.step == 1:
-        model.parameters()[0].data[0] = np.nan
+        model.parameters()[0].data[:] = np.nan
     executor.step(batch)
 '''
 
@@ -961,6 +966,25 @@ def test_the_trainer_is_proven_against_its_replay(capsys, monkeypatch, tmp_path)
     assert first["replay"]
 
 
+@pytest.mark.parametrize("zero", ["zero1", "zero2", "zero3"])
+def test_a_script_whose_optimizer_is_over_the_shares_is_proven_with_zero(script, capsys, zero):
+    assert main(["--first", "2", *named(f"dp2,{zero}", f"dp2,tp2,sp,{zero}", f"pp2,{zero}"), script, "good"]) == 0
+    assert "3 layouts: 3 equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("how", "layout", "said"),
+    [
+        ("deaf to ways", "dp2,zero1", "--zero 1: no step was seen in which ranks deal out optimizer state"),
+        ("state only", "dp2,zero2", "--zero 2: no step was seen in which ranks deal out gradients, too"),
+        ("state only", "cp2,zero3", "--zero 3: no step was seen in which ranks deal out weights, too"),
+    ],
+)
+def test_a_script_that_deals_out_less_than_it_is_told_has_proven_nothing(script, capsys, how, layout, said):
+    assert main(["--first", "1", "--layout", layout, script, how]) == 2
+    assert f"did not obey {said}" in capsys.readouterr().out
+
+
 def test_ways_are_looked_for_on_all_stages(script, capsys):
     """The first stage of this model of one block holds none, so it calls no attention."""
     assert main(["--layout", "pp3,cp2,rsa", "--first", "1", script, "good"]) == 0
@@ -972,6 +996,17 @@ def test_what_sent_in_forward_is_recorded_with_its_axis_and_tells_the_way(layout
     ((_, first, *_), _) = record(2, lambda: sweep.train(case, case.layout))
     known = {word for word, way in WAYS.items() if any([op, way.axis] in first.facts["sent"] for op in way.ops)}
     assert known == set(case.layout.ways)
+
+
+@pytest.mark.parametrize("zero", ["zero1", "zero2", "zero3"])
+def test_the_order_of_gradients_is_told_also_where_weights_come_and_go(zero):
+    orders = []
+    for layout in ("dp2", f"dp2,{zero}"):
+        case = sweep.Case(3, parse(layout), 17, MODEL)
+        ((_, first, *_), _) = record(2, lambda case=case: sweep.train(case, case.layout))
+        orders.append(first.facts["order"])
+    assert orders[0] == orders[1]
+    assert len(orders[1]) == len(set(orders[1])) > 10
 
 
 def test_nothing_has_sent_on_one_rank():
@@ -1012,19 +1047,21 @@ def test_a_script_that_does_not_train_on_one_rank_is_the_users_mistake(script, c
         assert "runpy" not in error
 
 
-FEWER = ("cp2,rsa,full", "dp2,full", "pp2,terapipe,full", "dp2,ep2", "dp2,ep2,full")
-"""Of the layouts of two ranks, what other tests prove as well."""
+FEWER = ("cp2,rsa,full", "dp2,full", "pp2,terapipe,full")
+"""Of the layouts of two ranks, what other tests prove as well; so do they experts, and most of ZeRO."""
 
 
 def test_the_trainer_is_proven_where_no_script_is_given(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    some = [layout for layout in all_layouts(2) if "none" not in layout.ways and str(layout) not in FEWER]
+    few = [layout for layout in all_layouts(2) if "none" not in layout.ways and not layout.spreads_experts]
+    zero = [layout for layout in few if cases.ZERO & {*layout.ways} and str(layout) != "dp2,zero3"]
+    some = [layout for layout in few if layout not in zero and str(layout) not in FEWER]
     monkeypatch.setattr("mpitrain.verify.command.all_layouts", lambda ranks: some)
     assert main(["--all", "2", "--first", "2", "--", "--tied", "--layers", "1"]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[0] for line in text.splitlines()[1:13]] == [str(layout) for layout in some]
-    assert "12 layouts: 12 equal" in text
+    assert [line.split()[0] for line in text.splitlines()[1:14]] == [str(layout) for layout in some]
+    assert "13 layouts: 13 equal" in text
     assert "2 steps of 16 tensors" in text  # tied: no head
     assert not list(tmp_path.iterdir())  # its run folder was one of verify's own
 

@@ -34,8 +34,14 @@ class Axis:
     def all_gather(self, x, dim=0):
         return np.concatenate([x] * N, dim)
 
+    def iall_gather(self, x, dim=0):
+        return Arrived(self.all_gather(x, dim))
+
     def reduce_scatter(self, x, dim=0):
         return N * np.split(x, N, dim)[0]
+
+    def ireduce_scatter(self, x, dim=0):
+        return Arrived(self.reduce_scatter(x, dim))
 
     def all_to_all(self, x, i, j, counts=None):
         return np.concatenate([np.split(x, N, j)[0]] * N, i)

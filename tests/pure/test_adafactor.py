@@ -8,7 +8,8 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.kernels import blocks
 from mpitrain.nn.init import normal
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import Adafactor, Group
 from mpitrain.optim.adafactor import Hyper, alone, update
 from mpitrain.optim.clip import clip

@@ -16,6 +16,7 @@ from mpitrain.comm.call_order import CallOrder, Swap
 from mpitrain.comm.fingerprint import WORDS, Fingerprint, differ, fingerprint, tell_apart
 from mpitrain.comm.page import stable_hash
 from mpitrain.comm.site import caller_of, words_of
+from mpitrain.comm.slices import told_lengths
 
 HERE = "test_fingerprint.py"
 
@@ -69,6 +70,50 @@ def test_the_shapes_of_an_all_to_all_may_differ_and_those_of_others_may_not() ->
     assert uneven(3).even == ""
     assert made("all_to_all", (4, 2), (0, 0, [2, 2], [2, 2])).even == "even"
     assert differ([made(shape=(3,)), made(shape=(4,))])
+
+
+def test_lengths_of_slices_are_compared_and_the_slice_of_a_rank_is_not() -> None:
+    def of_rank(rank: int, *counts: int) -> Fingerprint:
+        return made("all_gather", (counts[rank], 2), (0, counts, None))
+
+    assert not differ([of_rank(0, 3, 0, 4), of_rank(1, 3, 0, 4), of_rank(2, 3, 0, 4)])
+    assert differ([of_rank(0, 3, 0, 4), of_rank(1, 3, 1, 4)])
+    assert differ([of_rank(0, 3, 0, 4), of_rank(1, 2, 1, 4)])
+    assert differ([of_rank(0, 3, 0), made("all_gather", (3, 2), (0, None, None))])
+    assert of_rank(1, 3, 0, 4).told(True) == "all_gather (7, 2) float64 dim 0 in slices of 3,0,4 at a.py:3"
+    scattered = made("reduce_scatter", (7, 2), (0, [3, 0, 4], None))
+    assert scattered.told(True) == "reduce_scatter (7, 2) float64 dim 0 in slices of 3,0,4 at a.py:3"
+    assert made("reduce_scatter", (6, 2), (0, None, None)).how == "dim 0"
+
+
+def test_sums_in_rank_order_are_other_calls_than_those_of_the_library() -> None:
+    for verb, how in (
+        ("all_reduce", "sum"),
+        ("iall_reduce", "max"),
+        ("reduce_scatter", "dim 0"),
+        ("ireduce_scatter", "dim 0"),
+        ("iall_gather", "dim 0"),
+    ):
+        arguments = (how, None) if "reduce" in verb and "scatter" not in verb else (0, None, None)
+        made_in_order = fingerprint(1, verb, np.zeros((4, 2)), arguments, (7, "a.py:3"), True)
+        assert made_in_order.how == how + (" in rank order" if "reduce" in verb else "")
+
+
+def test_many_lengths_are_compared_by_a_number_that_stands_for_them() -> None:
+    one = [100_000 + rank for rank in range(1000)]
+    other = [*one[:-2], one[-1], one[-2]]
+    texts = [told_lengths(counts) for counts in (one, other, one)]
+    assert texts[0] == texts[2] != texts[1]
+    assert texts[0].startswith("100000,100001,100002,...")
+    assert max(map(len, texts)) <= 40
+    longest = [
+        fingerprint(
+            10**9, "ireduce_scatter", np.zeros((1,) * 33, "c16"), (0, counts, None), (2**64 - 1, "a.py:3"), True
+        )
+        for counts in (one, other)
+    ]
+    assert differ(longest)
+    assert all(Fingerprint.unpack(each.pack())[:-1] == each[:-1] for each in longest)
 
 
 # -- the words of a call

@@ -7,7 +7,8 @@ from mpitrain.config import Config, parse
 from mpitrain.config_rules import lr_factors
 from mpitrain.errors import ConfigError
 from mpitrain.nn.init import normal
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import Adafactor, AdamW, Group, Sgd
 from mpitrain.optim.groups import treatments
 from mpitrain.optim.runs import join

@@ -13,7 +13,8 @@ from mpitrain.autograd.lazy import Lazy, Product, RowSum
 from mpitrain.backend import is_half
 from mpitrain.errors import ShapeError
 from mpitrain.nn import init
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.rng import absorb, stream_key
 
 RNG = np.random.default_rng(11)
@@ -83,6 +84,11 @@ CASES = {
     "take": [(lambda x: ops.take(x, IDS), normal(4, 2)), (lambda x: ops.take(x, IDS, 1), normal(2, 4, 3))],
     "gather_along": [(lambda x: ops.gather_along(x, IDS, 1), normal(2, 4))],
     "linear": [(ops.linear, normal(2, 3, 4), normal(4, 5), normal(5)), (ops.linear, X, normal(4, 2))],
+    "conv2d": [
+        (lambda x, w, b: ops.conv2d(x, w, b, padding=1), normal(2, 4, 4, 3), normal(5, 3, 3, 3), normal(5)),
+        (lambda x, w: ops.conv2d(x, w, stride=2), normal(2, 4, 4, 3), normal(5, 2, 2, 3)),
+    ],
+    "max_pool2d": [(ops.max_pool2d, normal(2, 4, 4, 3)), (lambda x: ops.max_pool2d(x, 3, 1), normal(2, 4, 4, 3))],
     "gelu_tanh": [(ops.gelu_tanh, X), (ops.gelu_tanh, X, V)],
     "gelu_erf": [(ops.gelu_erf, X), (ops.gelu_erf, X, V)],
     "layer_norm": [(ops.layer_norm, normal(3, 9), normal(9), normal(9))],

@@ -9,7 +9,8 @@ from mpitrain import kernels
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.kernels import blocks
 from mpitrain.nn.init import normal
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import AdamW, Group, Sgd
 from mpitrain.optim.clip import clip
 from mpitrain.optim.groups import treatments

@@ -28,7 +28,9 @@ TWO = (
 
 
 def test_what_is_known_of_rows_that_run():
-    assert check(written(*TWO)) == Checked((0, 1), (2, 1), "deadlock: rank 0 at SEND_F1@0; rank 1 at SEND_B0@1")
+    assert check(written(*TWO)) == Checked(
+        (0, 1), (2, 1), "deadlock: rank 0 at SEND_F1@0; rank 1 at SEND_B0@1", here=(2, 1)
+    )
 
 
 def test_in_flight_is_what_went_forward_and_not_yet_back():

@@ -14,6 +14,7 @@ import mpitrain.autograd.ops
 from mpitrain import collectives
 from mpitrain.autograd import Function, Tensor, ops
 from mpitrain.autograd.ops.arithmetic import Add, Div, Mul
+from mpitrain.autograd.ops.convolution import Conv2d
 from mpitrain.autograd.ops.experts import Combine, GroupedMatmul, Jitter, PermuteRows, TakeRows
 from mpitrain.autograd.ops.fused import Linear
 from mpitrain.autograd.ops.linalg import Matmul
@@ -32,6 +33,7 @@ I, R, P = INVARIANT, REPLICATE, PARTIAL  # noqa: E741  (the tables below are rea
 S = Shard
 TP = Axis()
 X = (2, 4, 6)  # (samples, tokens, columns) of this rank
+PIXELS = (2, 4, 4, 6)  # (samples, rows, columns, channels)
 ROWS = np.zeros((2, 4), np.uint64)
 IDS = np.zeros((3, 5), np.int64)
 CHOICES = np.zeros((2, 4, 2), np.int64)
@@ -47,6 +49,12 @@ def linear(x, w, b=None, shape=X, out=8):
     """x w + b with these states."""
     inputs = [(shape, x), ((shape[-1], out), w), *([((out,), b)] if b != "none" else [])]
     return ops.linear, inputs
+
+
+def conv2d(x, w, b=None):
+    """Filters on images with these states."""
+    inputs = [(PIXELS, x), ((8, 3, 3, 6), w), *([((8,), b)] if b != "none" else [])]
+    return (lambda *a: ops.conv2d(*a, padding=1)), inputs
 
 
 def norm(x, w, b):
@@ -125,6 +133,14 @@ RIGHT = [
     ("copies", linear(R, R, R), R),
     ("summands", linear(P, R, "none"), P),
     ("summands of a weight", linear(R, P, P), P),
+    # Images.
+    ("images cut", conv2d(S(0), R, R), S(0)),
+    ("each rank has filters", conv2d(R, S(0), S(0)), S(3)),
+    ("each rank has channels", conv2d(S(3), S(3), "none"), P),
+    ("one network everywhere", conv2d(I, I, I), I),
+    ("filters on summands", conv2d(P, R, "none"), P),
+    ("pooled images", on(ops.max_pool2d, S(0), shape=PIXELS), S(0)),
+    ("pooled channels", on(ops.max_pool2d, S(3), shape=PIXELS), S(3)),
     ("matmul rows", (ops.matmul, [((4, 6), S(0)), ((6, 3), R)]), S(0)),
     ("matmul columns", (ops.matmul, [((4, 6), R), ((6, 3), S(1))]), S(1)),
     ("matmul columns behind a batch", (ops.matmul, [((5, 4, 6), R), ((6, 3), S(1))]), S(2)),
@@ -399,6 +415,34 @@ WRONG = [
     ),
     ("a bias in summands", linear(S(2), S(0), R), "add the bias after an all_reduce or reduce_scatter"),
     ("a bias in summands", linear(P, R, None), "linear adds a bias to a Partial product"),
+    # Images.
+    (
+        "a part of each image",
+        conv2d(S(1), R, R),
+        r"conv2d among the pixels of a Shard\(1\) value, a part of each image over tp; an all_gather is missing",
+    ),
+    (
+        "pooled parts",
+        on(ops.max_pool2d, S(2), shape=(2, 4, 4, 6)),
+        r"max_pool2d among the pixels of a Shard\(2\) value",
+    ),
+    (
+        "pooled summands",
+        on(ops.max_pool2d, P, shape=(2, 4, 4, 6)),
+        f"max_pool2d of a Partial value over tp; {MISSING_SUM}",
+    ),
+    ("windows cut", conv2d(R, S(1), R), r"a Shard\(1\) value over tp; Shard\(0\) cuts between filters"),
+    (
+        "half the channels",
+        conv2d(S(3), R, "none"),
+        r"conv2d sums over dim 3 of a Shard\(3\) value, which is cut, with a Rep",
+    ),
+    ("filters without a copy of the images", conv2d(I, S(0), S(0)), r"conv2d of an Invariant and a Shard\(3\) value"),
+    (
+        "a bias in summands",
+        conv2d(S(3), S(3), R),
+        "conv2d adds a bias to a Partial product over tp; every rank would add",
+    ),
     ("half a matmul", (ops.matmul, [((4, 6), R), ((6, 3), S(0))]), "matmul sums over dim 0"),
     ("outer product", (ops.matmul, [((4, 6), S(0)), ((6, 3), S(1))]), r"matmul of a Shard\(0\) and a Shard\(1\) value"),
     # Rows.
@@ -696,5 +740,5 @@ def test_every_op_has_a_rule_or_works_element_by_element():
 
 
 def test_factors_may_change_places_in_products_only():
-    products = [Mul, Matmul, Linear, GroupedMatmul, Combine]
+    products = [Mul, Matmul, Linear, GroupedMatmul, Combine, Conv2d]
     assert [f for f in (*products, Add, Div, Residual) if f.bilinear] == products

@@ -19,8 +19,9 @@ from mpitrain.debug.states.digests import digest
 from mpitrain.errors import ShapeError, StateError
 from mpitrain.events import listen
 from mpitrain.nn import init
+from mpitrain.nn.materialize import materialize
 from mpitrain.nn.module import Module
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard
 
 I, R, P = INVARIANT, REPLICATE, PARTIAL  # noqa: E741

@@ -115,8 +115,12 @@ def test_all_layouts_are_every_factorisation_once_with_every_way_of_its_axes(ran
     assert len(layouts) == expected
 
 
+OF_MODEL = {word for word, way in WAYS.items() if not way.axis}
+ZERO = ("zero1", "zero2", "zero3")
+
+
 def is_plain(layout):
-    return not layout.spreads_experts and not {"full", "none"}.intersection(layout.ways)
+    return not layout.spreads_experts and not OF_MODEL.intersection(layout.ways)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -133,7 +137,7 @@ def test_a_few_layouts_of_all_spread_experts_over_dp_and_over_a_part_of_it_besid
     assert ranks < 8 or len(spread) < len(layouts) / 9
 
 
-UNFIT = {"terapipe", "pipedream", "pipedream-2bw", "full", "none", "overlap"}
+UNFIT = {"terapipe", "pipedream", "pipedream-2bw", "overlap", *OF_MODEL}
 """Where experts do not go: sequences that come in slices, weights that are late; what the model does anywhere, and what
 only they do."""
 
@@ -150,7 +154,7 @@ def test_a_few_layouts_of_all_make_blocks_again_or_keep_scores_and_show_it_besid
     for word, unfit in (("full", set()), ("none", {"cp", "ring", "ulysses", "rsa", "terapipe"})):
         some = [layout for layout in layouts if word in layout.ways]
         beside = [{*layout.sizes, *layout.ways} - {word} for layout in some]
-        everything = {name for layout in layouts for name in (*layout.sizes, *layout.ways)} - {"full", "none"} - unfit
+        everything = {name for layout in layouts for name in (*layout.sizes, *layout.ways)} - OF_MODEL - unfit
         found = set().union(*beside)
         assert found == everything if ranks > 3 else found >= everything.intersection(AXES)
         assert 1 <= sum(layout.spreads_experts for layout in some) <= 2
@@ -158,6 +162,28 @@ def test_a_few_layouts_of_all_make_blocks_again_or_keep_scores_and_show_it_besid
     extra = sum(bool({"full", "none"}.intersection(layout.ways)) for layout in layouts)
     assert extra < len(layouts) / 2
     assert ranks < 8 or extra < len(layouts) / 8
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_few_layouts_of_all_deal_out_state_gradients_or_weights_where_there_are_ranks_to_do_so(ranks):
+    layouts = list(all_layouts(ranks))
+    everything = {name for layout in layouts for name in (*layout.sizes, *layout.ways)} - OF_MODEL
+    for word in ZERO:
+        some = [layout for layout in layouts if word in layout.ways]
+        assert all({"dp", "cp"}.intersection(layout.sizes) for layout in some)
+        assert str(some[0]) == f"dp{ranks},{word}"
+        found = set().union(*({*layout.sizes, *layout.ways} - {word} for layout in some))
+        assert found == everything if ranks > 3 else found >= {"dp", "cp"}
+        assert 1 <= sum(layout.spreads_experts for layout in some) <= 2
+        assert len(some) <= len(everything)
+
+
+def test_zero_does_nothing_where_no_two_ranks_hold_the_same():
+    assert parse("tp2,pp2,zero3").flags[-2:] == ("--zero", "3")
+    assert str(parse("tp2,pp2,zero3").simple) == "pp2,tp2"
+    assert str(parse("tp2,cp2,zero1").simple) == "cp2,tp2,zero1"
+    with pytest.raises(ConfigError, match="zero1 and zero2"):
+        parse("dp2,zero1,zero2")
 
 
 def test_a_word_may_be_a_way_of_the_model_on_any_ranks():
@@ -210,6 +236,10 @@ def test_every_layout_of_all_can_be_given_by_name():
         ("full", []),
         ("tp2,full", ["tp2", "full"]),
         ("pp2,zb-h1,none", ["pp2", "pp2,zb-h1", "none"]),
+        ("dp2,zero2", ["dp2"]),
+        ("dp2,pp2,zero2", ["pp2", "dp2", "dp2,zero2"]),
+        ("dp4,ep2,cp2,rsa,zero3", ["dp4", "dp4,zero3", "dp2,ep2", "cp2,rsa", "cp2,rsa,zero3"]),
+        ("dp2,tp2,full,zero1", ["dp2", "dp2,zero1", "tp2", "full"]),
     ],
 )
 def test_the_parts_of_a_layout_are_its_axes_alone_and_never_itself(text, parts):

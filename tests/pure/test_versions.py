@@ -6,7 +6,8 @@ import pytest
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.errors import GraphError
 from mpitrain.nn.init import normal
-from mpitrain.nn.parameter import Parameter, materialize
+from mpitrain.nn.materialize import materialize
+from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import AdamW, Sgd, elementwise
 from mpitrain.optim.versions import Versions
 from mpitrain.spec import Shard

@@ -10,6 +10,8 @@
     residual     dropout residual residual_norm
     attention    attention
     slices       slice_attention
+    convolution  conv2d
+    pooling      max_pool2d
     experts      gates take_rows permute_rows grouped_matmul combine jitter
 
 Every one broadcasts as NumPy does, works in float64, float32, float16 and bfloat16, and gives each input a gradient of
@@ -22,11 +24,13 @@ from typing import Any
 
 from mpitrain.autograd.ops.arithmetic import add, div, maximum, minimum, mul, pow, sub, where
 from mpitrain.autograd.ops.attention import attention
+from mpitrain.autograd.ops.convolution import conv2d
 from mpitrain.autograd.ops.elementwise import abs, clip, cos, erf, exp, log, neg, relu, sigmoid, sin, sqrt, tanh
 from mpitrain.autograd.ops.experts import combine, gates, grouped_matmul, jitter, permute_rows, take_rows
 from mpitrain.autograd.ops.fused import IGNORE, gelu_erf, gelu_tanh, layer_norm, linear, softmax_cross_entropy
 from mpitrain.autograd.ops.index import gather_along, getitem, take
 from mpitrain.autograd.ops.linalg import matmul
+from mpitrain.autograd.ops.pooling import max_pool2d
 from mpitrain.autograd.ops.reduce import log_softmax, logsumexp, max, mean, min, softmax, sum, var
 from mpitrain.autograd.ops.residual import dropout, residual, residual_norm
 from mpitrain.autograd.ops.shape import (
@@ -55,6 +59,7 @@ __all__ = [
     "clip",
     "combine",
     "concat",
+    "conv2d",
     "cos",
     "div",
     "dropout",
@@ -75,6 +80,7 @@ __all__ = [
     "logsumexp",
     "matmul",
     "max",
+    "max_pool2d",
     "maximum",
     "mean",
     "min",

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpitrain.autograd.function import Function, plain, unbroadcast
 from mpitrain.autograd.lazy import rounded, summed, widened
+from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.ops.single import common_half, in_single
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, is_half, wide
@@ -76,6 +77,7 @@ class Mul(Function):
 
     linear = (0,)
     bilinear = True
+    needs = (NEAR, NEAR)
 
     @staticmethod
     def forward(a: Array, b: Array) -> tuple[Array, tuple[Any, ...]]:

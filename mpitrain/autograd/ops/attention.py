@@ -24,6 +24,7 @@ from typing import Any
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
+from mpitrain.autograd.needs import EXACT, NEAR
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, is_half, wide
 from mpitrain.errors import ShapeError
@@ -35,6 +36,8 @@ class Attention(Function):
 
     With `keep_scores` also the scores, which backward then does not make again.
     """
+
+    needs = (NEAR, EXACT, EXACT, NEAR)
 
     @staticmethod
     def forward(

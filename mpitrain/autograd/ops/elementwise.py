@@ -8,6 +8,7 @@ from typing import Any
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function, plain
+from mpitrain.autograd.needs import NEAR, SIGN
 from mpitrain.autograd.ops.single import in_single
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
@@ -29,6 +30,8 @@ class Neg(Function):
 
 class Exp(Function):
     """e to the x; saves its value."""
+
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -68,6 +71,8 @@ class Sqrt(Function):
 class Tanh(Function):
     """Hyperbolic tangent; saves its value."""
 
+    needs = (NEAR,)
+
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
         y = in_single(array_module(x).tanh, x)
@@ -80,6 +85,8 @@ class Tanh(Function):
 
 class Sigmoid(Function):
     """1 / (1 + exp(-x)), without overflow and with all digits of small values; saves its value."""
+
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -98,7 +105,9 @@ def _sigmoid(x: Array) -> Array:
 
 
 class Relu(Function):
-    """The positive part; saves its value."""
+    """The positive part; saves its value, of which backward asks the sign."""
+
+    needs = (SIGN,)
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:

@@ -23,6 +23,7 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import GroupedProduct, RowSum, groups, rounded, widened
+from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.errors import ShapeError
@@ -115,6 +116,7 @@ class GroupedMatmul(Function):
 
     linear = (0,)
     bilinear = True
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array, w: Array, *, counts: tuple[int, ...]) -> tuple[Array, tuple[Any, ...]]:

@@ -14,6 +14,7 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import Product, rounded, summed, widened
+from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, wide
 from mpitrain.errors import DataError, ShapeError
@@ -32,6 +33,7 @@ class Linear(Function):
 
     linear = (0, 2)
     bilinear = True
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array, w: Array, b: Array | None = None, *, dtype: Any = None) -> tuple[Array, tuple[Any, ...]]:
@@ -64,6 +66,7 @@ class GeluTanh(Function):
     """GELU in tanh form of x, or of x + bias; saves its slope, in the place of its input."""
 
     undivided = True
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array, bias: Array | None = None) -> tuple[Array, tuple[Any, ...]]:
@@ -97,6 +100,7 @@ class LayerNorm(Function):
     """Normalise over the last dim; saves its input and two numbers a row."""
 
     undivided = True
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array, weight: Array, bias: Array, *, eps: float) -> tuple[Array, tuple[Any, ...]]:

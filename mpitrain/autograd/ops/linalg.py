@@ -9,6 +9,7 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.autograd.function import Function, unbroadcast
 from mpitrain.autograd.lazy import Product, rounded, summed, widened
+from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, wide
 from mpitrain.errors import ShapeError
@@ -22,6 +23,7 @@ class Matmul(Function):
 
     linear = (0,)
     bilinear = True
+    needs = (NEAR, NEAR)
 
     @staticmethod
     def forward(a: Array, b: Array, *, dtype: Any = None) -> tuple[Array, tuple[Any, ...]]:

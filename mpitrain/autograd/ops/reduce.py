@@ -8,6 +8,7 @@ from typing import Any
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import rounded, widened
+from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.ops.single import in_single
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, wide
@@ -141,6 +142,8 @@ def _centered(x: Array, dims: Dims) -> Array:
 
 class Softmax(Function):
     """exp(x) over its sum along a dim; saves its value."""
+
+    needs = (NEAR,)
 
     @staticmethod
     def forward(x: Array, mask: Array | None = None, *, dim: int) -> tuple[Array, tuple[Any, ...]]:

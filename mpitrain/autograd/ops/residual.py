@@ -10,6 +10,7 @@ from typing import Any
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import summed
+from mpitrain.autograd.needs import EXACT, NEAR
 from mpitrain.autograd.ops.fused import check_bias, check_norm
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
@@ -58,6 +59,7 @@ class ResidualNorm(Function):
     """
 
     undivided = True
+    needs = (EXACT, NEAR)
 
     @staticmethod
     def forward(

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain.autograd.function import Function
+from mpitrain.autograd.needs import EXACT, NEAR
 from mpitrain.autograd.ops.attention import (
     attend,
     attend_backward,
@@ -38,6 +39,8 @@ from mpitrain.errors import ShapeError
 
 class SliceAttention(Function):
     """Attention of a slice on itself and on at least one earlier one; saves them, its output, a number a query."""
+
+    needs = (EXACT, EXACT, EXACT, NEAR)  # what later slices hold as well, as the first's `past` does, waits once
 
     @staticmethod
     def forward(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mpitrain.autograd.ops.convolution import Conv2d
 from mpitrain.autograd.ops.experts import GroupedMatmul
 from mpitrain.autograd.ops.fused import Linear
 from mpitrain.autograd.ops.index import GatherAlong, Take
@@ -82,12 +83,21 @@ def sources(wrong: Mismatch, call: Call, known: Sequence[Known | None], axis: st
 
 
 def _is_product(call: Call) -> bool:
-    return issubclass(call.function, (Linear, Matmul, GroupedMatmul))
+    return issubclass(call.function, (Linear, Matmul, GroupedMatmul, Conv2d))
 
 
 def _is_weight(call: Call, i: int) -> bool:
-    ndim = 3 if issubclass(call.function, GroupedMatmul) else 2
+    ndim = 4 if issubclass(call.function, Conv2d) else 3 if issubclass(call.function, GroupedMatmul) else 2
     return i == 1 and bool(call.parameter(i)) and call.ndim(i) == ndim and _is_product(call)
+
+
+def _outputs(call: Call, i: int) -> tuple[str, str]:
+    """The state of a weight of which each rank has some outputs, and what those of the weight are called."""
+    return ("Shard(0)", "filters") if issubclass(call.function, Conv2d) else (f"Shard({call.ndim(i) - 1})", "columns")
+
+
+def _summed(call: Call) -> str:
+    return "channels" if issubclass(call.function, Conv2d) else "rows"
 
 
 def no_copy(call: Call, i: int, j: int, other: State) -> tuple[str, list[tuple[int, State]]]:
@@ -107,7 +117,8 @@ def no_copy(call: Call, i: int, j: int, other: State) -> tuple[str, list[tuple[i
     if name:
         if _is_weight(call, i) and other != PARTIAL:
             behind = "" if other == REPLICATE else " behind an all_gather"
-            columns = f"Shard({call.ndim(i) - 1}){behind} if each rank shall hold its columns"
+            cut, outputs = _outputs(call, i)
+            columns = f"{cut}{behind} if each rank shall hold its {outputs}"
             whole = "Replicate if each uses the whole for its own tokens"
             return f"{_spec(call, i, INVARIANT)}: {columns}, {whole}", fits
         dim = -1 if other.dim is None else other.dim - _ndim(call) + call.ndim(i)
@@ -135,14 +146,15 @@ def _ndim(call: Call) -> int:
 def half_product(call: Call, i: int, state: State, other: State, needed: State) -> tuple[str, str]:
     """A product sums over a dim of input i that is cut; the other one is `other`, and would have to be `needed`."""
     if _is_weight(call, i):
-        cuts = f"cuts the rows that are summed over: Shard({call.ndim(i) - 1}) cuts its columns"
+        cut, outputs = _outputs(call, i)
+        cuts = f"cuts the {_summed(call)} that are summed over: {cut} cuts its {outputs}"
         return (
             f"{_spec(call, i, state)}, which {cuts}",
             f"the other must be {needed}, or an all_gather of it is missing",
         )
     gather = f"an all_gather of the {state} one is missing"
     if _is_weight(call, 1 - i):
-        return f"{_spec(call, 1 - i, other)}: {needed} cuts the rows that are summed over", gather
+        return f"{_spec(call, 1 - i, other)}: {needed} cuts the {_summed(call)} that are summed over", gather
     return f"an all_gather of it is missing, or the other must be {needed}", ""
 
 

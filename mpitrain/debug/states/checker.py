@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import FrameType
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 
 from mpitrain.autograd.carry import Leaf
 from mpitrain.autograd.inner import Sketch
+from mpitrain.autograd.node import Node
 from mpitrain.autograd.recompute import Recompute
-from mpitrain.autograd.tape import Node, Tape
+from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
 from mpitrain.collectives import Arrow
@@ -54,6 +56,8 @@ class StateChecker:
     Args:
         parameters: of the model; their specs say their states.
         mesh: the layout.  Only axes of more than one rank are followed.
+        apart: axes along which ranks do not hold the same weights, though specs say so: with a reducer whose workers
+            learn apart (`Reducer.apart`).
 
     Raises:
         StateError: (by the op, `finish` or `confirm`, in whose course it is found) on all ranks of the axis: what is
@@ -63,7 +67,7 @@ class StateChecker:
         bytes an axis and action.  benchmarks/check_cost.py measures it.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], mesh: Mesh) -> None:
+    def __init__(self, parameters: Iterable[Parameter], mesh: Mesh, apart: Iterable[str] = ()) -> None:
         self._digests = {axis: Digests(getattr(mesh, axis)) for axis in AXES if mesh.sizes[axis] > 1}
         self._axes = tuple(self._digests)
         self._names = {axis: "dp" if axis == "edp" and mesh.sizes["ep"] == 1 else axis for axis in AXES}
@@ -71,7 +75,7 @@ class StateChecker:
         self._slots: weakref.WeakKeyDictionary[Tape, dict[int, Known]] = weakref.WeakKeyDictionary()
         self._given: weakref.WeakKeyDictionary[Node, tuple[Known | None, ...]] = weakref.WeakKeyDictionary()
         for p in parameters:
-            self._known[p] = of_parameter(p, self._axes)
+            self._known[p] = replace(of_parameter(p, self._axes), own=frozenset(apart))
         self._batch = BatchArrays(None, self._axes)
         self._begun: list[_Begun] = []
         self._watches = False

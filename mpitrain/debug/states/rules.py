@@ -63,7 +63,11 @@ def contract(call: Call, states: States, summed: tuple[int, int], place: Callabl
 def linear(call: Call, states: States) -> Outcome:
     """x (..., n) w (n, m) + b (m,)."""
     last = call.ndim(0) - 1
-    product = contract(call, states, (last, 0), lambda i, dim: dim if i == 0 else last)
+    return add_bias(call, states, contract(call, states, (last, 0), lambda i, dim: dim if i == 0 else last), last)
+
+
+def add_bias(call: Call, states: States, product: State | None, last: int) -> State | None:
+    """A product of inputs 0 and 1 plus, if there is one, a bias: input 2, along the last dim of the result."""
     if len(states) < 3 or not call.is_given(2):
         return product
     bias = states[2]

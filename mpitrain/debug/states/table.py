@@ -14,9 +14,11 @@ from mpitrain import collectives
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.ops import experts, fused, index, linalg, reduce, shape
 from mpitrain.autograd.ops.attention import Attention
+from mpitrain.autograd.ops.convolution import Conv2d
+from mpitrain.autograd.ops.pooling import MaxPool2d
 from mpitrain.autograd.ops.residual import Dropout, Residual, ResidualNorm
 from mpitrain.autograd.ops.slices import SliceAttention
-from mpitrain.debug.states import routed, rules
+from mpitrain.debug.states import images, routed, rules
 from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state
 from mpitrain.debug.states.rules import Rule
 from mpitrain.parallel.expert import overlap
@@ -28,6 +30,8 @@ RULES: Mapping[type[Function], Rule] = MappingProxyType(
         fused.LayerNorm: rules.along(rules.last),
         Attention: rules.attention,
         SliceAttention: rules.slice_attention,
+        Conv2d: images.conv2d,
+        MaxPool2d: images.max_pool2d,
         fused.SoftmaxCrossEntropy: rules.cross_entropy,
         Dropout: rules.first,
         Residual: rules.residual,

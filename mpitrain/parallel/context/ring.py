@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.autograd.needs import EXACT, NEAR
 from mpitrain.autograd.ops.attention import Attention, attend, attend_backward, by_head, merge, rounded, split_heads
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, wide
@@ -43,6 +44,7 @@ class RingAttention(Arrow):
     linear = ()
     arrow = (Shard(1), Shard(1))
     like = Attention
+    needs = (NEAR, EXACT, EXACT, NEAR)
 
     @staticmethod
     def forward(

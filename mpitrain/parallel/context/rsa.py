@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpitrain import kernels
+from mpitrain.autograd.needs import EXACT, NEAR
 from mpitrain.autograd.ops.attention import Attention, by_head, rounded, split_heads
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, wide
@@ -38,6 +39,7 @@ class RsaAttention(Arrow):
     linear = ()
     arrow = (Shard(1), Shard(1))
     like = Attention
+    needs = (NEAR, EXACT, NEAR)
 
     @staticmethod
     def forward(

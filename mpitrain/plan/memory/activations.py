@@ -60,7 +60,9 @@ def inside(step: Step, number: int, part: int, micro: int = 0) -> Iterator[Saved
         yield from _of_slice_before(step, of, attention, part)
     else:
         yield of.product(attention if _is_grouped(step) else f"{attention}.qkv", "qkv", of.width)
-        yield from _attention(step, of, attention)
+        yield from _attention(step, of, attention, part)
+        if part == 1 and of.rounds(of.dtype) and not step.is_recomputed(number):  # that one's own was rounded
+            yield from _of_slice_before(step, of, attention, part)
     yield from of.dropout(name, "drop1")
     yield from of.norm(name, "norm2")
     if step.is_recomputed(number, "mlp") and not step.is_recomputed(number):
@@ -69,12 +71,13 @@ def inside(step: Step, number: int, part: int, micro: int = 0) -> Iterator[Saved
         yield from layer_of_experts(step, of, mlp, step.rows_of(number, micro * len(step.lengths) + part))
     else:
         yield of.product(f"{mlp}.up", "up", of.width)
-        yield Saved(mlp, "gelu", (*of.tokens, hidden), of.dtype, "gelu: its slope, in the place of its input")
+        slope = Saved(mlp, "gelu", (*of.tokens, hidden), of.dtype, "gelu: its slope, in the place of its input")
+        yield of.near(slope)
         yield of.product(f"{mlp}.down", "down", hidden)
     yield from of.dropout(f"{name}.drop2", "drop2")
 
 
-def _attention(step: Step, of: Sizes, path: str) -> Iterator[Saved]:
+def _attention(step: Step, of: Sizes, path: str, part: int) -> Iterator[Saved]:
     """Queries, keys and values, the result, a number a query; rsa and `none` the weights themselves."""
     (b, length), d = of.tokens, step.sizes.width // step.sizes.heads
     c, kind = step.cp, step.cp_attention if step.cp > 1 else ""
@@ -83,12 +86,13 @@ def _attention(step: Step, of: Sizes, path: str) -> Iterator[Saved]:
     if kind == "ulysses":
         heads, kv, queries = heads // c, kv // c, whole
     packed = (b, queries, (heads + 2 * kv) * d)
-    yield Saved(path, "queries, keys, values", packed, of.dtype, "attention: makes the scores again")
+    qkv = Saved(path, "queries, keys, values", packed, of.dtype, "attention: makes the scores again")
+    yield of.near(qkv) if part == 0 else qkv  # a later slice's waits with those before it, which it needs exactly
     if of.drops:
         yield Saved(path, "mask of attention", (b, heads, queries), HASH, "dropout: made again of a hash a query")
     of_heads = (b, kv, heads // kv)
     if kind == "rsa":
-        yield Saved(path, "softmax", (*of_heads, queries, whole), of.wide, "rsa: whole rows of probabilities")
+        yield of.near(Saved(path, "softmax", (*of_heads, queries, whole), of.wide, "rsa: whole rows of probabilities"))
     else:
         yield Saved(path, "lse of attention", (*of_heads, queries), of.wide, "attention: a query's sum of exponentials")
     if step.keeps_scores:
@@ -96,7 +100,8 @@ def _attention(step: Step, of: Sizes, path: str) -> Iterator[Saved]:
         yield Saved(path, "softmax", scores, of.wide, "attention: the scores of keys that are seen")
     if kind == "ulysses":
         result = (b, queries, heads * d)
-        yield Saved(path, "output of attention", result, of.dtype, "attention: with its gradient, a number a query")
+        why = "attention: with its gradient, a number a query"
+        yield of.near(Saved(path, "output of attention", result, of.dtype, why))
     yield of.product(f"{path}.proj" if kind in ("ulysses", "rsa") else path, "proj", step.h)
 
 
@@ -111,7 +116,7 @@ def head(step: Step, part: int) -> Iterator[Saved]:
     first, stop = cut(step.sizes.vocab, step.tp, step.tp_rank)
     tokens = math.prod(of.tokens)
     yield from of.norm("norm", "norm")
-    yield of.product("head", "head", of.width)._replace(dtype=of.of_stream)
+    yield of.near(of.product("head", "head", of.width)._replace(dtype=of.of_stream, bits=None))
     yield Saved("gpt", "logits", (*of.tokens, stop - first), logits_dtype(step), "loss: their softmax is its gradient")
     if step.tp > 1:
         yield Saved("gpt", "places of targets", (tokens,), NUMBER, "loss: which targets are among this rank's words")

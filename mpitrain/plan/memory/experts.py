@@ -37,9 +37,12 @@ def layer_of_experts(step: Step, of: Sizes, path: str, rows: Rows) -> Iterator[S
     if step.ep > 1 and max(step.halves) > 1:  # for three experts by halves a bound: the first needs no order
         for which in ("by expert", "by rank"):
             yield Saved(experts, f"order {which}", (arrived,), NUMBER, "permute_rows: gradients go back that way")
-    yield Saved(experts, "input of up", (arrived, of.width), of.dtype, "up: gradient of its weights", W)
-    yield Saved(experts, "gelu", (arrived, hidden), of.dtype, "gelu: its slope, in the place of its input")
-    yield Saved(experts, "input of down", (arrived, hidden), of.dtype, "down: gradient of its weights", W)
+    for saved in (
+        Saved(experts, "input of up", (arrived, of.width), of.dtype, "up: gradient of its weights", W),
+        Saved(experts, "gelu", (arrived, hidden), of.dtype, "gelu: its slope, in the place of its input"),
+        Saved(experts, "input of down", (arrived, hidden), of.dtype, "down: gradient of its weights", W),
+    ):
+        yield of.near(saved)
     choices = (*of.tokens, step.choices)
     yield Saved(experts, "output of experts", (sent, of.width), of.dtype, "combine: gradient of the weights")
     yield Saved(experts, "places of choices", choices, NUMBER, "combine: which row is whose")
@@ -54,9 +57,9 @@ def _router(step: Step, of: Sizes, path: str) -> Iterator[Saved]:
     if routing.jitter:
         yield Saved(f"{path}.router", "noise of router", of.stream, HASH, "jitter: made again of a hash a row")
     entry = (*of.stream, of.width), of.wide if routing.jitter else of.dtype
-    yield Saved(f"{path}.router", "input of router", *entry, "router: gradient of its weight", W)
+    yield of.near(Saved(f"{path}.router", "input of router", *entry, "router: gradient of its weight", W))
     experts, choices = (*of.stream, routing.experts), (*of.stream, routing.top_k)
-    yield Saved(path, "probabilities", experts, of.wide, "softmax, and the balance of experts")
+    yield of.near(Saved(path, "probabilities", experts, of.wide, "softmax, and the balance of experts"))
     yield Saved(path, "choices", choices, NUMBER, "gates: which probabilities are meant")
     if routing.normalizes:
         yield Saved(path, "weights of choices", choices, of.wide, "gates: the probabilities over their sum")
@@ -66,6 +69,9 @@ def _router(step: Step, of: Sizes, path: str) -> Iterator[Saved]:
         yield Saved(path, "shares of experts", (rows, tokens, routing.experts), of.wide, "balance loss: a constant")
     if routing.z_loss:
         yield Saved(path, "logits", experts, of.wide, "z-loss: gradient of their logsumexp")
-        yield Saved(path, "logsumexp", of.stream, of.wide, "z-loss")
-        yield Saved(path, "squares of logsumexp", of.stream, of.wide, "z-loss: the mean over tokens")
+        logsumexp = Saved(path, "logsumexp", of.stream, of.wide, "z-loss")
+        yield logsumexp
+        if of.rounds(of.wide):  # else both are one array
+            yield of.near(logsumexp._replace(name="factors of squares"))
+        yield of.near(Saved(path, "squares of logsumexp", of.stream, of.wide, "z-loss: the mean over tokens"))
         yield Saved(path, "shares of tokens", (rows, tokens), of.wide, "z-loss: a constant")

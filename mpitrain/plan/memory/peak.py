@@ -204,9 +204,9 @@ def _again(step: Step, number: int, part: int, micro: int) -> list[tuple[int, in
             for branch, entry in (("mlp", _mlp_entry(step, number)), ("attention", "" if step.is_cut else QKV))
             if step.is_recomputed(number, branch)
         ]  # as backward meets them
-    return [
-        (total(s for s in of if s.name != entry), total((s for s in of if s.name != entry), W)) for of, entry in again
-    ]
+    # What is there already is not made again; but where it waits rounded, that is made of it.
+    news = [[s for s in of if s.name != entry or s.bits is not None] for of, entry in again]
+    return [(total(new), total(new, W)) for new in news]
 
 
 def _mlp_entry(step: Step, number: int) -> str:

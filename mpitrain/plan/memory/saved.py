@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import wide
+from mpitrain.backend import is_half, wide
+from mpitrain.memory.gist import Narrow
 from mpitrain.plan.traffic.step import Step
 
 B, W, B_BEFORE = "B", "W", "B of the slice before"
@@ -21,7 +22,7 @@ class Saved(NamedTuple):
     """An array that waits for backward.
 
     path: of the module whose node keeps it; name: what it is; shape, dtype; why: who wants it; until: what frees it,
-    the halves of backward being one where a schedule does not part them.
+    the halves of backward being one where a schedule does not part them; bits: of an element, where it waits rounded.
     """
 
     path: str
@@ -30,10 +31,13 @@ class Saved(NamedTuple):
     dtype: Any
     why: str
     until: str = B
+    bits: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes."""
+        if self.bits is not None:
+            return Narrow(self.bits).nbytes(math.prod(self.shape))
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
@@ -50,17 +54,27 @@ class Sizes:
         self.rows = math.prod(self.stream)  # of the stream as a matrix
         self.width = step.sizes.width
         self.drops = step.sizes.dropout > 0
+        self._bits = step.gist
+
+    def rounds(self, dtype: Any) -> bool:
+        """Whether what need not be exact waits in fewer bits than it has."""
+        return self._bits is not None and not (self._bits == 16 and is_half(dtype))
+
+    def near(self, saved: Saved) -> Saved:
+        """What need not be exact (mpitrain.autograd.needs.NEAR), as it waits."""
+        return saved._replace(bits=self._bits) if self.rounds(saved.dtype) else saved
 
     def norm(self, path: str, what: str) -> Iterator[Saved]:
         """A layer norm: its input, and two numbers a row."""
         shape = (*self.stream, self.width)
-        yield Saved(path, f"input of {what}", shape, self.of_stream, f"{what}: gradient of its input")
+        yield self.near(Saved(path, f"input of {what}", shape, self.of_stream, f"{what}: gradient of its input"))
         for number in ("center", "rstd"):
             yield Saved(path, f"{number} of {what}", (self.rows, 1), self.wide, f"{what}: a number a row")
 
     def product(self, path: str, what: str, width: int) -> Saved:
         """The input of a linear layer."""
-        return Saved(path, f"input of {what}", (*self.tokens, width), self.dtype, f"{what}: gradient of its weight", W)
+        shape = (*self.tokens, width)
+        return self.near(Saved(path, f"input of {what}", shape, self.dtype, f"{what}: gradient of its weight", W))
 
     def dropout(self, path: str, what: str) -> Iterator[Saved]:
         """Instead of a mask the hash of each row, of which it is made again."""

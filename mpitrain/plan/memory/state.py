@@ -9,17 +9,28 @@ query has keys of its own (Narayanan et al. 2021, arXiv:2104.04473, section 2; R
 arXiv:1910.02054, section 3.1).  In a layer of experts 8 h^2 E / (e t) stand for the 8 h^2 / t of its MLP (Lepikhin et
 al. 2020, arXiv:2006.16668, section 2.2); its router, h E, is in full precision.  Adafactor: Shazeer and Stern 2018,
 arXiv:1804.04235, algorithm 4; the experts of a layer are as many matrices.
+
+With ZeRO a rank keeps of some of these only its own rows of each tensor (`nn.rows`), psi of Psi weights: Psi / n of n
+ranks that would all keep the same, within a row of each tensor.  n is d c, for experts d c / e; of what is Replicate on
+tp d c t.
+
+    stage 1    masters, optimizer      weights and gradients are whole
+    stage 2    gradients too
+    stage 3    weights too
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; zero.py has its formulas.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.backend import is_half, wide
-from mpitrain.plan.traffic.slabs import slabs
+from mpitrain.plan.traffic.slabs import Slab, shares, slabs
 from mpitrain.plan.traffic.step import Step
 
 
@@ -43,20 +54,31 @@ def model_state(step: Step, optimizer: str | None = None, momentum: float = 0.9)
         optimizer: adamw, sgd or adafactor; None: that of the step.
         momentum: of sgd and adafactor; 0 keeps no velocity, no first moment.
     """
-    here = [*slabs(step)]
-    count = sum(slab.size for slab in here)
-    halves = sum(slab.size for slab in here if not slab.is_wide) if is_half(step.dtype) else 0
+    here, own = [*slabs(step)], shares(step)
     narrow, broad = (int(np.dtype(dtype).itemsize) for dtype in (step.dtype, wide(step.dtype)))
+
+    def halves(of: Iterable[Slab]) -> int:
+        return sum(slab.size for slab in of if not slab.is_wide) if is_half(step.dtype) else 0
+
+    def count(of: Iterable[Slab]) -> int:
+        return sum(slab.size for slab in of)
+
     match step.optimizer if optimizer is None else optimizer:
         case "adamw":
-            numbers = 2 * count
+            numbers = 2 * count(own)
         case "sgd":
-            numbers = count if momentum else 0
+            numbers = count(own) if momentum else 0
         case "adafactor":
-            numbers = sum(_sums_of(slab.shape) for slab in here)
+            numbers = sum(_sums_of(slab.shape) for slab in own)
         case _:
             raise AssertionError(optimizer or step.optimizer)
-    return State(narrow * halves + broad * (count - halves), broad * halves, broad * count, broad * numbers)
+    weights = own if step.zero >= 3 else here
+    return State(
+        narrow * halves(weights) + broad * (count(weights) - halves(weights)),
+        broad * halves(own),
+        broad * count(own if step.zero >= 2 else here),
+        broad * numbers,
+    )
 
 
 def _sums_of(shape: tuple[int, ...]) -> int:

@@ -14,13 +14,16 @@ payload S sends
 
 where S is the larger side: the array to be scattered, the array that was gathered.
 
-    step.py      the sizes, as one rank sees them          messages.py   the formulas, with the papers
-    slabs.py     the parameters of a rank                  causes.py     which line a measured message belongs to
-    lines.py     lines, their sums, the text
+    step.py      the sizes, as one rank sees them          messages.py    the formulas, with the papers
+    slabs.py     the parameters of a rank                  zero.py        gradients and weights of which ranks keep rows
+    lines.py     lines, their sums, the text               adafactor.py   sums of an optimizer that sends
+                                                           workers.py     what workers send that learn apart
+                                                           causes.py      which line a measured message belongs to
 """
 
 from __future__ import annotations
 
+from mpitrain.plan.traffic.adafactor import optimizer
 from mpitrain.plan.traffic.causes import cause_of
 from mpitrain.plan.traffic.lines import FACTOR, Line, Traffic
 from mpitrain.plan.traffic.messages import (
@@ -29,12 +32,12 @@ from mpitrain.plan.traffic.messages import (
     count,
     experts,
     gradients,
-    optimizer,
     pipeline,
     tensor_parallel,
 )
 from mpitrain.plan.traffic.slabs import DATA, DATA_AND_TP, EXPERTS, Slab, parameters, slabs
-from mpitrain.plan.traffic.step import Rows, Step
+from mpitrain.plan.traffic.step import Rows, Step, Workers
+from mpitrain.plan.traffic.workers import between
 
 __all__ = [
     "DATA",
@@ -46,6 +49,7 @@ __all__ = [
     "Slab",
     "Step",
     "Traffic",
+    "Workers",
     "cause_of",
     "parameters",
     "slabs",
@@ -54,15 +58,18 @@ __all__ = [
 
 
 def traffic(step: Step) -> Traffic:
-    """Every message that one rank sends in one step, or in the steps of a row (`Step.row`).
+    """Every message that one rank sends in one step, or in the steps of a row (`Step.row`), or up to the next average
+    of workers that learn apart (`Step.period`).
 
     Gradients are taken to leave in one message for each set of axes; a reducer with buckets sends the same bytes in
-    more calls.
+    more calls.  With ZeRO they leave in buckets.
 
     How many rows go to experts is known when they have gone.  Without `step.expert_rows` it is as many as can: over the
     ranks of ep together a bound.
     """
     parts = (tensor_parallel, context_parallel, experts, pipeline, gradients, optimizer, count)
-    lines = [line._replace(calls=step.row * line.calls) for part in parts for line in part(step)]
+    lines = [line._replace(calls=step.row * step.period * line.calls) for part in parts for line in part(step)]
+    once = [*agreement(step), *(between(step) if step.workers is not None else ())]
     at_most = step.ep > 1 and step.expert_rows is None
-    return Traffic(tuple(line for line in (*lines, *agreement(step)) if line.n > 1 and line.calls), step.row, at_most)
+    sent = tuple(line for line in (*lines, *once) if line.n > 1 and line.calls)
+    return Traffic(sent, step.row * step.period, at_most)

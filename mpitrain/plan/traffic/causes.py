@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mpitrain.plan.traffic.slabs import ATOMS
+
 OUTSIDE_OF_OPS = {
     "COUNT": "count of targets",
     "SEND_F": "activations",
@@ -20,17 +22,23 @@ def cause_of(axis: str, action: str, path: str, op: str) -> str:
     Args:
         axis: its name.
         action: what the executor was doing: `F`, `SEND_F`, `B`, `COUNT`, `REDUCE`, `STEP`.
-        path: of the module: `blocks.0.mlp.up`; empty outside of the model.
-        op: the innermost; empty outside of ops, as the gradients' buckets that leave during backward, and what ranks
-            tell each other of the choices of tokens.
+        path: of the module: `blocks.0.mlp.up`; empty outside of the model; `weights` where ranks have updated some of
+            them each.
+        op: the innermost, or `fetch` around weights of a part of the model that come when it works; empty outside of
+            ops, as the gradients' buckets that leave during backward, and what ranks tell each other of the choices of
+            tokens.
 
     Returns:
         As in the lines of `traffic`; "other" for what is none of them.
     """
     if axis == "ends":
         return "tied table"
+    if op == "fetch":
+        return "weights"
     if action == "STEP" and axis != "world":
-        return "optimizer"
+        return path or "optimizer"
+    if axis in ATOMS and action in ("B", "W"):
+        return "gradients"
     if path and op in ("", "recompute", "recompute.backward"):  # of no op: the last two are around what a module does
         return "routing"
     if axis == "ep":

@@ -4,7 +4,7 @@ Sources: tensor parallelism: Shoeybi et al. 2019, arXiv:1909.08053, section 3; s
 2022, arXiv:2205.05198, section 4.2.2; ring attention: Liu et al. 2023, arXiv:2310.01889; Ulysses: Jacobs et al. 2023,
 arXiv:2309.14509; two rings: Li et al. 2021, arXiv:2105.13120, section 3.2; pipelines, several stages a rank and tied
 tables: Narayanan et al. 2021, arXiv:2104.04473, sections 2.2 and 3; slices: Li et al. 2021, arXiv:2102.07988; experts:
-Lepikhin et al. 2020, arXiv:2006.16668, section 3.2; sums of an optimizer: Shazeer and Stern 2018, arXiv:1804.04235.
+Lepikhin et al. 2020, arXiv:2006.16668, section 3.2.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from fractions import Fraction
 
 from mpitrain.parallel.expert import counted
 from mpitrain.plan.traffic.lines import Line
-from mpitrain.plan.traffic.slabs import DATA, DATA_AND_TP, EXPERTS, slabs, words
+from mpitrain.plan.traffic.powersgd import factors
+from mpitrain.plan.traffic.slabs import ATOMS, DATA, beta_of, buffers, merged, shares
 from mpitrain.plan.traffic.step import Step
+from mpitrain.plan.traffic.workers import inside
+from mpitrain.plan.traffic.zero import dealt_out
 
 # ------------------------------------------------------------------------------------------------ inside of the model
 
@@ -151,57 +154,35 @@ def gradients(step: Step) -> Iterator[Line]:
     edp and cp           2 (d c/e - 1)/(d c/e)     beta x experts here
     ends                 beta x table: 2 (n-1)/n is 1 for the two ends of a pipeline, which both use a tied table
 
+    With ZeRO other messages stand in the place of these sums (zero.py), and ends sum their own rows of the table; with
+    PowerSGD the factors of gradients (powersgd.py), with workers that learn apart the sums of each (workers.py).
+
     Parameters are those of this rank's stages (slabs.py).  A rank whose stages hold none sends none; one that holds
     parameters of which tp leaves it no row does send, 0 bytes.  Gradients of halves travel as halves; those of what is
     in full precision all the same (routers; and all that is not in a branch, where branches have scales) go in messages
     of their own.
     """
-    ranks = {DATA: step.dp * step.cp, DATA_AND_TP: step.dp * step.cp * step.tp, EXPERTS: step.dp // step.ep * step.cp}
-    sums: dict[tuple[str, int], int] = {}
-    for slab in slabs(step):
-        beta = step.beta_wide if slab.is_wide else step.beta
-        sums[slab.axes, beta] = sums.get((slab.axes, beta), 0) + slab.size
-    for (axes, beta), size in sums.items():
-        yield Line(axes, "gradients", "all_reduce", ranks[axes], 1, beta * size)
-    if step.sizes.tied and (step.is_first or step.is_last):
-        nbytes = step.beta_stream * words(step) * step.sizes.width
-        yield Line("ends", "tied table", "all_reduce", min(step.pp, 2), 1, nbytes)
-
-
-def optimizer(step: Step) -> Iterator[Line]:
-    """Adafactor's sums over parameters that are cut: each of two messages gathers the summands of all of them.
-
-    A matrix that is cut by columns over tp brings the sums of its rows, one that is cut by rows those of its columns;
-    either is h long in every layer, the table and the head.  With them go two numbers a matrix and one a bias; the
-    second message has one a matrix or bias.  With fewer heads of keys and values than queries their projection stands
-    apart, and is cut only where each rank has heads of its own.  Experts are matrices of one tensor, E/e of them here:
-    what is asked of the whole tensor is summed over ep as well, in messages of its own.
-
-        first       (t-1) beta_wide [L (4 h + 10) + tables (h + 2)]      5 h + 13 with a projection of its own
-        second      (t-1) beta_wide [L 6 + tables]                       8
-        experts     (t-1) beta_wide E/e (2 h + 2), twice (e t - 1) beta_wide 2, for the 2 h + 5 and the 3 of an MLP
-    """
-    if step.optimizer != "adafactor":
-        return
-    sizes, e, t = step.sizes, step.ep, step.tp
-    h, dense, routed = sizes.width, step.blocks - len(step.expert_blocks), len(step.expert_blocks)
-    apart = sizes.groups != sizes.heads and t <= sizes.groups
-    tables = 1 if sizes.tied and step.pp == 1 else step.is_first + step.is_last
-    first = step.blocks * (3 * h + 8 if apart else 2 * h + 5) + dense * (2 * h + 5) + tables * (h + 2)
-    second = step.blocks * (5 if apart else 3) + dense * 3 + tables
-    first += routed * step.experts // e * (2 * h + 2)
-    of_tensors = 2 * routed
-    if e == 1:
-        first, second, of_tensors = first + of_tensors, second + of_tensors, 0
-    for numbers in (first, second):
-        yield Line("tp", "optimizer", "all_gather", t, int(numbers > 0), t * step.beta_wide * numbers)
-        n, axes = e * t, "ep+tp" if t > 1 else "ep"
-        yield Line(axes, "optimizer", "all_gather", n, int(of_tensors > 0), n * step.beta_wide * of_tensors)
+    if step.zero:
+        yield from dealt_out(step)
+    elif step.compression is not None:
+        yield from factors(step, step.compression)
+    elif step.workers is not None:
+        yield from inside(step)
+    for buffer in () if step.zero or step.compression is not None or step.workers is not None else buffers(step):
+        n, _ = merged(step, ATOMS[buffer[0].axes])
+        nbytes = beta_of(step, buffer[0]) * sum(slab.size for slab in buffer)
+        yield Line(buffer[0].axes, "gradients", "all_reduce", n, 1, nbytes)
+    for slab in shares(step):
+        if slab.name == "table.weight" and step.sizes.tied:
+            yield Line("ends", "tied table", "all_reduce", min(step.pp, 2), 1, beta_of(step, slab) * slab.size)
 
 
 def count(step: Step) -> Iterator[Line]:
-    """The targets of the step are counted: one int64; where routers have losses of rows, the rows with them."""
-    yield Line(DATA, "count of targets", "all_reduce", step.dp * step.cp, 1, 16 if step.experts else 8)
+    """The targets of the step are counted: one int64; where routers have losses of rows, the rows with them.  Where
+    workers learn apart, those of each.
+    """
+    workers = 1 if step.workers is None else step.dp // step.ep
+    yield Line(DATA, "count of targets", "all_reduce", step.dp * step.cp, 1, (16 if step.experts else 8) * workers)
 
 
 def agreement(step: Step) -> Iterator[Line]:
@@ -213,4 +194,4 @@ def agreement(step: Step) -> Iterator[Line]:
     numbers = 4 + (2 * sizes.layers if step.scaled else 0)
     if sizes.routing is not None:
         numbers += len(sizes.routing.layers(sizes.layers)) * counted.length(step.experts)
-    yield Line("world", "loss and norm", "all_reduce", ranks, 1, 8 * numbers * step.row)
+    yield Line("world", "loss and norm", "all_reduce", ranks, step.period, 8 * numbers * step.row)

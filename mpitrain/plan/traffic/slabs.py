@@ -9,33 +9,38 @@ Whole, they are 12 h^2 / t + 7 h / t + 6 h a block, or with experts (4 h^2 + 3 h
 V h / t for the table and for the head; 2 h of the last norm; s h of positions.
 
 Table and positions are on the first stage, the last norm and the head on the last; a tied table is on both.
+
+With ZeRO a rank has rows of its own of each slab, by the rule of `nn.rows`, along the axes that sum its gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from mpitrain.nn.rows import assign_rows
 from mpitrain.plan.traffic.step import Step
 from mpitrain.spec import cut
 
 DATA, DATA_AND_TP, EXPERTS = "dp+cp", "dp+cp+tp", "edp+cp"
 """The axes over whose merge gradients are summed: of most parameters, of those that are Replicate on tp as well, and of
 experts."""
+ATOMS = {DATA: ("edp", "ep", "cp"), DATA_AND_TP: ("edp", "ep", "cp", "tp"), EXPERTS: ("edp", "cp")}
 
 
 class Slab(NamedTuple):
     """This rank's part of a parameter.
 
     name, shape: as on the rank; is_wide: whether it is in at least float32 where the model is of half precision; axes:
-    over whose merge its gradient is summed.
+    over whose merge its gradient is summed; tp_dim: the dim that tp cuts.
     """
 
     name: str
     shape: tuple[int, ...]
     is_wide: bool = False
     axes: str = DATA
+    tp_dim: int | None = None
 
     @property
     def size(self) -> int:
@@ -48,7 +53,7 @@ def slabs(step: Step) -> Iterator[Slab]:
     sizes, h, stream = step.sizes, step.sizes.width, step.scaled
     between = _between(step)
     if step.is_first or (step.is_last and sizes.tied):
-        yield Slab("table.weight", (words(step), h), stream)
+        yield Slab("table.weight", (words(step), h), stream, tp_dim=0)
     if step.is_first:
         yield Slab("positions.weight", (sizes.seq_len, h), stream, between)
     for stage in step.stages:
@@ -58,7 +63,7 @@ def slabs(step: Step) -> Iterator[Slab]:
         yield Slab("norm.weight", (h,), stream, between)
         yield Slab("norm.bias", (h,), stream, between)
         if not sizes.tied:
-            yield Slab("head.weight", (h, words(step)), stream)
+            yield Slab("head.weight", (h, words(step)), stream, tp_dim=1)
 
 
 def _block(step: Step, number: int) -> Iterator[Slab]:
@@ -75,24 +80,25 @@ def _block(step: Step, number: int) -> Iterator[Slab]:
 def _attention(step: Step, name: str) -> Iterator[Slab]:
     sizes, h, t = step.sizes, step.sizes.width, step.tp
     if sizes.groups == sizes.heads:
-        yield Slab(f"{name}.qkv.weight", (h, 3 * h // t))
-        yield Slab(f"{name}.qkv.bias", (3 * h // t,))
+        yield Slab(f"{name}.qkv.weight", (h, 3 * h // t), tp_dim=1)
+        yield Slab(f"{name}.qkv.bias", (3 * h // t,), tp_dim=0)
     else:
         kv = 2 * sizes.groups * (h // sizes.heads)
-        kv, axes = (kv // t, DATA) if t <= sizes.groups else (kv, DATA_AND_TP)  # too few heads: each holds all of them
-        yield Slab(f"{name}.q.weight", (h, h // t))
-        yield Slab(f"{name}.q.bias", (h // t,))
-        yield Slab(f"{name}.kv.weight", (h, kv), axes=axes)
-        yield Slab(f"{name}.kv.bias", (kv,), axes=axes)
-    yield Slab(f"{name}.proj.weight", (h // t, h))
+        apart = t <= sizes.groups  # with too few heads each rank holds all of them
+        kv, axes = (kv // t, DATA) if apart else (kv, DATA_AND_TP)
+        yield Slab(f"{name}.q.weight", (h, h // t), tp_dim=1)
+        yield Slab(f"{name}.q.bias", (h // t,), tp_dim=0)
+        yield Slab(f"{name}.kv.weight", (h, kv), axes=axes, tp_dim=1 if apart else None)
+        yield Slab(f"{name}.kv.bias", (kv,), axes=axes, tp_dim=0 if apart else None)
+    yield Slab(f"{name}.proj.weight", (h // t, h), tp_dim=0)
     yield Slab(f"{name}.proj.bias", (h,), step.scaled, _between(step))
 
 
 def _mlp(step: Step, name: str) -> Iterator[Slab]:
     h, hidden = step.sizes.width, 4 * step.sizes.width // step.tp
-    yield Slab(f"{name}.up.weight", (h, hidden))
-    yield Slab(f"{name}.up.bias", (hidden,))
-    yield Slab(f"{name}.down.weight", (hidden, h))
+    yield Slab(f"{name}.up.weight", (h, hidden), tp_dim=1)
+    yield Slab(f"{name}.up.bias", (hidden,), tp_dim=0)
+    yield Slab(f"{name}.down.weight", (hidden, h), tp_dim=0)
     yield Slab(f"{name}.down.bias", (h,), step.scaled, _between(step))
 
 
@@ -100,13 +106,72 @@ def _experts(step: Step, name: str) -> Iterator[Slab]:
     """The router on every rank, in full precision; of the experts E / e, without biases."""
     h, hidden = step.sizes.width, 4 * step.sizes.width // step.tp
     yield Slab(f"{name}.router.weight", (h, step.experts), True, _between(step))
-    yield Slab(f"{name}.experts.up", (step.experts // step.ep, h, hidden), axes=EXPERTS)
-    yield Slab(f"{name}.experts.down", (step.experts // step.ep, hidden, h), axes=EXPERTS)
+    yield Slab(f"{name}.experts.up", (step.experts // step.ep, h, hidden), axes=EXPERTS, tp_dim=2)
+    yield Slab(f"{name}.experts.down", (step.experts // step.ep, hidden, h), axes=EXPERTS, tp_dim=1)
 
 
 def _between(step: Step) -> str:
     """Of what lies between two regions: with sequence parallelism each rank of tp uses it for tokens of its own."""
     return DATA_AND_TP if step.is_cut else DATA
+
+
+def shares(step: Step) -> list[Slab]:
+    """What of each slab this rank updates: with ZeRO its rows, of which it may have none, else all of them."""
+    here = [*slabs(step)]
+    if not step.zero:
+        return here
+    own: dict[str, Slab] = {}
+    for buffer in buffers(step):
+        ranks, index = merged(step, ATOMS[buffer[0].axes])
+        rows = assign_rows(
+            [slab.shape for slab in buffer],
+            ranks,
+            sizes=[_whole_size(step, slab) for slab in buffer],
+            pinned={at for at, slab in enumerate(buffer) if step.sizes.tied and slab.name == "table.weight"},
+            later={at for at, slab in enumerate(buffer) if slab.tp_dim is not None},
+        )[index]
+        for slab, (start, stop) in zip(buffer, rows, strict=True):
+            own[slab.name] = slab._replace(shape=(stop - start, *slab.shape[1:]))
+    return [own[slab.name] for slab in here]
+
+
+def buffers(step: Step) -> list[list[Slab]]:
+    """The parameters that lie in one buffer, since they have the same axes and dtype, in their order."""
+    found: dict[tuple[str, int], list[Slab]] = {}
+    for slab in slabs(step):
+        found.setdefault((slab.axes, beta_of(step, slab)), []).append(slab)
+    return [*found.values()]
+
+
+def beta_of(step: Step, slab: Slab) -> int:
+    """Bytes of an element of a weight, and of its gradient on the wire."""
+    return step.beta_wide if slab.is_wide else step.beta
+
+
+def _whole_size(step: Step, slab: Slab) -> int:
+    """Elements of the tensor of which a slab is a part."""
+    if slab.name in ("table.weight", "head.weight"):
+        return step.sizes.vocab * step.sizes.width
+    return slab.size * (1 if slab.tp_dim is None else step.tp) * (step.ep if slab.axes == EXPERTS else 1)
+
+
+def merged(step: Step, axes: Iterable[str]) -> tuple[int, int]:
+    """Ranks on a merge of atomic axes, and which of them this one is."""
+    edp = step.dp // step.ep
+    edp_rank, ep_rank = divmod(step.dp_rank, step.ep)
+    ranks = {
+        "pp": (step.pp, step.pp_rank),
+        "edp": (edp, edp_rank),
+        "ep": (step.ep, ep_rank),
+        "cp": (step.cp, step.cp_rank),
+        "tp": (step.tp, step.tp_rank),
+    }
+    size, index = 1, 0
+    for axis in ranks:
+        if axis in axes:
+            n, of_axis = ranks[axis]
+            size, index = size * n, index * n + of_axis
+    return size, index
 
 
 def words(step: Step) -> int:

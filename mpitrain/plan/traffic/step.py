@@ -13,7 +13,11 @@ from mpitrain.backend import wide
 from mpitrain.config import RECOMPUTES
 from mpitrain.errors import ConfigError
 from mpitrain.models.gpt import GPTConfig
+from mpitrain.nn.share import STAGES
 from mpitrain.parallel.context import KINDS
+from mpitrain.parallel.powersgd import Choice
+from mpitrain.parallel.zero.gather import PREFETCH
+from mpitrain.parallel.zero.reducer import BUCKET_BYTES
 from mpitrain.pipeline.partition import Partition, balance
 
 
@@ -25,6 +29,18 @@ class Rows(NamedTuple):
 
     sent: int
     arrived: int
+
+
+class Workers(NamedTuple):
+    """How workers learn.
+
+    steps: H, after which they average their weights; 0: they sum their gradients at every step, late; moments: of the
+    optimizer, vectors as long as the weights, that are averaged with them; clips: whether each clips its gradient.
+    """
+
+    steps: int = 0
+    moments: int = 0
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +75,18 @@ class Step:
             slice; None: all places are taken, on all ranks alike.
         padded: a micro-batch has tokens that are padding; then routers keep which those are.
         expert_overlap: rows go to half of a rank's experts at a time.
+        dp_rank, cp_rank: which ranks of dp and cp; with ZeRO they have different rows of a parameter.
+        zero: what is cut over the ranks that a parameter is the same on: nothing, from 1 on masters and optimizer
+            state, from 2 on gradients, with 3 weights.
+        prefetch: parts of the model whose weights are on their way while another one works; with 3 alone.
+        bucket_bytes: of gradients that leave in one message, at least; with ZeRO alone.
+        compression: what PowerSGD makes of gradients; None: they travel whole.
+        workers: how workers learn that do so apart from each other; None: gradients of all ranks are summed.
+        gist: bits in which what need not be exact waits for backward (mpitrain.memory.gist); None: all is exact.
 
     Raises:
-        ConfigError: sizes do not divide, there is no such attention or recompute, or slices stand with another cut of
-            sequences.
+        ConfigError: sizes do not divide, there is no such attention, recompute or ZeRO, or slices stand with another
+            cut of sequences.
     """
 
     sizes: GPTConfig
@@ -88,6 +112,14 @@ class Step:
     expert_rows: Mapping[int, Sequence[tuple[int, int]]] | None = None
     padded: bool = False
     expert_overlap: bool = False
+    dp_rank: int = 0
+    cp_rank: int = 0
+    zero: int = 0
+    prefetch: int = PREFETCH
+    bucket_bytes: int = BUCKET_BYTES
+    compression: Choice | None = None
+    workers: Workers | None = None
+    gist: int | None = None
 
     def __post_init__(self) -> None:
         sizes, groups = self.sizes, self.sizes.groups
@@ -114,6 +146,8 @@ class Step:
             raise ConfigError(f"there is no rank {self.pp_rank} of pp: it has {self.pp}")
         if self.partition is not None and self.partition.blocks != sizes.layers:
             raise ConfigError(f"a partition of {self.partition.blocks} blocks for a model of {sizes.layers} layers")
+        if self.zero not in STAGES:
+            raise ConfigError(f"ZeRO {self.zero} is not known; known: {', '.join(map(str, STAGES))}")
         if self.row < 1:
             raise ConfigError(f"a row of {self.row} steps: it has at least 1")
         self._check_slices()
@@ -126,6 +160,11 @@ class Step:
             raise ConfigError(f"slices of {shown} tokens are not those of a sequence of {self.sizes.seq_len}")
         if self.cp > 1 or self.is_cut:
             raise ConfigError("slices go together with dp and tp, not with cp or sequence parallelism")
+
+    @property
+    def period(self) -> int:
+        """Steps that are told of together, since only the last of them has all the messages: H of local SGD."""
+        return max(1, self.workers.steps) if self.workers is not None else 1
 
     # Who has what.
 

@@ -1,0 +1,259 @@
+"""Convolution and pooling: gradients, PyTorch's opinion, ties, blocks, and what waits for backward."""
+
+import math
+
+import numpy as np
+import pytest
+from op_calls import assert_same, run
+
+from mpitrain.autograd import Tape, Tensor, ops
+from mpitrain.autograd.gradcheck import check
+from mpitrain.autograd.ops import convolution
+from mpitrain.autograd.ops.windows import Windows
+from mpitrain.debug.flops import BACKWARD, FORWARD, Flops
+from mpitrain.errors import ShapeError
+from mpitrain.events import listen
+from mpitrain.nn import init
+from mpitrain.nn.conv import Conv2d
+
+RNG = np.random.default_rng(11)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape)
+
+
+# images (b, h, w, c), filters (out, kh, kw), stride, padding
+CONVOLUTIONS = [
+    ((2, 8, 8, 3), (4, 3, 3), (1, 1), (1, 1)),
+    ((3, 7, 6, 2), (5, 2, 3), (2, 1), (0, 2)),
+    ((1, 5, 5, 1), (1, 5, 5), (3, 3), (3, 3)),
+    ((2, 4, 6, 2), (3, 1, 1), (1, 1), (0, 0)),
+    ((2, 4, 6, 2), (3, 1, 2), (3, 2), (2, 1)),  # padding that some elements of the window never leave
+    ((2, 1, 1, 2), (3, 3, 3), (1, 1), (1, 1)),
+]
+POOLS = [((8, 8), 2, None), ((7, 9), 3, 2), ((5, 5), 2, 3), ((6, 6), (1, 3), (2, 1)), ((4, 4), 4, 1)]
+
+
+def convolved(x, w, b=None, *, stride, padding):
+    """By the formula, place by place."""
+    x = np.pad(x, [(0, 0), (padding[0],) * 2, (padding[1],) * 2, (0, 0)])
+    kh, kw = w.shape[1:3]
+    places = [(n - k) // s + 1 for n, k, s in zip(x.shape[1:3], (kh, kw), stride, strict=True)]
+    y = np.zeros((x.shape[0], *places, w.shape[0]))
+    for i, j in np.ndindex(*places):
+        seen = x[:, i * stride[0] : i * stride[0] + kh, j * stride[1] : j * stride[1] + kw]
+        y[:, i, j] = np.einsum("nyxc,oyxc->no", seen, w)
+    return y if b is None else y + b
+
+
+@pytest.mark.parametrize(("image", "window", "stride", "padding"), CONVOLUTIONS)
+def test_convolution_is_the_formula_and_its_gradients_are_right(image, window, stride, padding):
+    x, w, b = normal(*image), normal(*window, image[-1]), normal(window[0])
+    y = ops.conv2d(Tensor(x), Tensor(w), Tensor(b), stride, padding).data
+    np.testing.assert_allclose(y, convolved(x, w, b, stride=stride, padding=padding), rtol=1e-12, atol=1e-12)
+    check(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), x, w, b)
+    check(lambda x, w: ops.conv2d(x, w, None, stride, padding), x, w)
+
+
+@pytest.mark.parametrize("block", [1, 40, 300])
+@pytest.mark.parametrize(("image", "window", "stride", "padding"), CONVOLUTIONS)
+def test_blocks_of_any_size_give_the_same(image, window, stride, padding, block, monkeypatch):
+    """Of some images, of one, and of some rows of one, where the padding is elsewhere in each."""
+    arrays = normal(*image), normal(*window, image[-1]), normal(window[0])
+    whole = run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), *arrays)
+    monkeypatch.setattr(convolution, "BLOCK", block)
+    assert_same(run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), *arrays), whole, 1e-11)
+
+
+def test_scratch_is_a_block_not_all_that_is_seen(monkeypatch):
+    monkeypatch.setattr(convolution, "BLOCK", 1000)
+    slide = Windows((32, 32), (3, 3), (1, 1), (1, 1))
+    sizes = [rows.size for _, rows in convolution._unrolled(normal(4, 32, 32, 2), slide, np.float64)]
+    assert sum(sizes) == 4 * 32 * 32 * 18
+    assert max(sizes) <= 1000
+
+
+@pytest.mark.parametrize(("image", "window", "stride", "padding"), CONVOLUTIONS)
+def test_convolution_agrees_with_pytorch(image, window, stride, padding):
+    torch = pytest.importorskip("torch")
+    arrays = normal(*image), normal(*window, image[-1]), normal(window[0])
+    y, grads = run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), *arrays)
+    x, w, b = (torch.tensor(a, requires_grad=True) for a in arrays)
+    z = torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), b, stride, padding).permute(0, 2, 3, 1)
+    z.backward(torch.tensor(np.random.default_rng(5).standard_normal(y.shape)))
+    assert_same((y, grads), (z.detach().numpy(), [t.grad.numpy() for t in (x, w, b)]), 1e-11)
+
+
+@pytest.mark.parametrize("values", ["distinct", "ties"])
+@pytest.mark.parametrize(("size", "window", "stride"), POOLS)
+def test_pooling_agrees_with_pytorch_also_in_ties(size, window, stride, values):
+    torch = pytest.importorskip("torch")
+    x = normal(2, *size, 3) if values == "distinct" else RNG.integers(-1, 2, (2, *size, 3)).astype(float)
+    y, grads = run(lambda x: ops.max_pool2d(x, window, stride), x)
+    t = torch.tensor(x, requires_grad=True)
+    z = torch.nn.functional.max_pool2d(t.permute(0, 3, 1, 2), window, stride).permute(0, 2, 3, 1)
+    z.backward(torch.tensor(np.random.default_rng(5).standard_normal(y.shape)))
+    assert_same((y, grads), (z.detach().numpy(), [t.grad.numpy()]))
+
+
+@pytest.mark.parametrize(("size", "window", "stride"), POOLS)
+def test_gradients_of_pools_are_right(size, window, stride):
+    x = RNG.permutation(2 * math.prod(size) * 3).reshape(2, *size, 3) * 0.1  # far enough apart for differences
+    check(lambda x: ops.max_pool2d(x, window, stride), x)
+
+
+def test_of_equal_pixels_the_first_has_the_gradient():
+    """Row by row; the same in what a policy decodes, since the place itself is what waits."""
+    x = np.zeros((1, 2, 4, 1))
+    x[0, 1, 0] = x[0, 1, 1] = 5.0
+    y, (dx,) = run(ops.max_pool2d, x, seed=np.array([[[[2.0], [3.0]]]]))
+    assert y.ravel().tolist() == [5.0, 0.0]
+    assert dx[0, :, :, 0].tolist() == [[0, 0, 3, 0], [2, 0, 0, 0]]
+
+
+def test_pixels_that_fill_no_window_have_no_gradient():
+    _, (dx,) = run(ops.max_pool2d, normal(1, 3, 3, 2), seed=np.ones((1, 1, 1, 2)))
+    assert not dx[:, 2].any()
+    assert not dx[:, :, 2].any()
+    assert dx.sum() == 2
+
+
+def test_what_is_not_a_number_is_not_passed_over():
+    x = np.zeros((1, 2, 4, 1))
+    x[0, 0, 0] = np.nan
+    y = ops.max_pool2d(Tensor(x)).data.ravel()
+    assert np.isnan(y[0])
+    assert y[1] == 0
+
+
+# ------------------------------------------------------------------------------------------------ what waits, and where
+
+
+def test_a_network_keeps_each_map_once_and_of_pools_a_byte_an_output():
+    """ReLU's output is the next convolution's input, and the pool keeps neither its input nor its output."""
+    x, w, v = Tensor(normal(2, 4, 4, 3), requires_grad=True), Tensor(normal(5, 3, 3, 3)), Tensor(normal(6, 3, 3, 5))
+    with Tape() as tape:
+        y = ops.relu(ops.conv2d(x, w, padding=1))
+        z = ops.relu(ops.conv2d(y, v, padding=1))
+        p = ops.max_pool2d(z)
+    filters = w.data.nbytes + v.data.nbytes  # no parameters here, so they count
+    assert tape.nbytes == filters + x.data.nbytes + y.data.nbytes + z.data.nbytes + p.data.size
+    assert tape.nodes[2].saved[0] is y.data
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(16, np.uint8), (17, np.uint16)])
+def test_large_windows_count_further_than_a_byte(window, dtype):
+    x = Tensor(normal(1, 20, 20, 1), requires_grad=True)
+    with Tape() as tape:
+        ops.max_pool2d(x, window)
+    assert tape.nodes[0].saved[0].dtype == dtype
+
+
+class Alone:
+    coords = dict.fromkeys(("pp", "edp", "ep", "cp", "tp"), 0)
+    sizes = dict.fromkeys(coords, 1)
+
+
+def test_filters_get_their_gradient_in_their_buffer_and_micro_batches_add_up():
+    layer = Conv2d("conv", 3, 5, padding=1)
+    layer.materialize(Alone, dtype=np.float64)
+    x, seed = normal(4, 6, 6, 3), normal(4, 6, 6, 5)
+    layer.start_step()
+    for rows in (slice(0, 1), slice(1, 4)):
+        with Tape() as tape:
+            y = layer(Tensor(x[rows]))
+        tape.run_backward([(y, seed[rows])])
+    _, (_, dw, db) = run(
+        lambda x, w, b: ops.conv2d(x, w, b, padding=1), x, layer.weight.data, layer.bias.data, seed=seed
+    )
+    np.testing.assert_allclose(layer.weight.grad, dw, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(layer.bias.grad, db, rtol=1e-12, atol=1e-12)
+    layer.start_step()
+    with Tape() as tape:
+        y = layer(Tensor(np.zeros((0, 6, 6, 3))))
+    tape.run_backward([(y, y.data)])
+    assert not layer.weight.grad.any()  # of no images, not those of the step before
+
+
+def test_the_gradient_of_half_precision_filters_is_summed_in_single():
+    layer = Conv2d("conv", 1, 1, kernel=1)
+    layer.materialize(Alone, dtype=np.float16)
+    layer.start_step()
+    with Tape() as tape:
+        y = layer(Tensor(np.ones((1, 64, 64, 1), np.float16)))
+    tape.run_backward([(y, np.full(y.shape, 1 + 2**-10, np.float16))])
+    assert layer.weight.grad.dtype == np.float32
+    assert layer.weight.grad.item() == 64 * 64 * (1 + 2**-10)
+
+
+def test_a_split_backward_gives_the_same_gradients():
+    w, v = normal(4, 3, 3, 2), normal(3, 2, 2, 4)
+
+    def network(x, w, v):
+        return ops.conv2d(ops.max_pool2d(ops.relu(ops.conv2d(x, w, padding=1))), v)
+
+    x = normal(2, 6, 6, 2)
+    expected = run(network, x, w, v)
+    layers = [Conv2d("a", 2, 4, padding=1, bias=False), Conv2d("b", 4, 3, kernel=2, bias=False)]
+    for layer, values in zip(layers, (w, v), strict=True):
+        layer.materialize(Alone, dtype=np.float64)
+        layer.weight.data[...] = values
+        layer.start_step()
+    t = Tensor(x, requires_grad=True)
+    with Tape() as tape:
+        y = layers[1](ops.max_pool2d(ops.relu(layers[0](t))))
+    tape.backward_inputs([(y, np.random.default_rng(5).standard_normal(y.shape))])
+    dx = tape.grads[t]
+    for _ in tape.backward_weights():
+        pass
+    assert_same((y.data, [dx, *(layer.weight.grad for layer in layers)]), expected)
+
+
+def test_operations_are_counted_by_the_formula():
+    x, w = Tensor(normal(2, 8, 8, 3), requires_grad=True), Tensor(normal(5, 3, 3, 3), requires_grad=True)
+    counted = Flops()
+    with listen(counted):
+        with Tape() as tape:
+            y = ops.conv2d(x, w, padding=1)
+        tape.run_backward([(y, y.data)])
+    product = 2 * (2 * 8 * 8) * (9 * 3) * 5
+    assert (counted.total(FORWARD), counted.total(BACKWARD)) == (product, 2 * product)
+
+
+# ------------------------------------------------------------------------------------------------------- layers, errors
+
+
+def test_initial_filters_keep_the_size_of_activations():
+    layer = Conv2d("conv", 64, 48)
+    layer.materialize(Alone, dtype=np.float64)
+    assert layer.weight.full_shape == (48, 3, 3, 64)
+    assert layer.weight.decay
+    assert layer.weight.data.std() == pytest.approx((9 * 64) ** -0.5, rel=0.02)
+    rows = init.fan_in((1, 2, 3))("conv.weight", (48, 3, 3, 64), (slice(7, 9), *[slice(None)] * 3), 0)
+    np.testing.assert_array_equal(layer.weight.data[7:9], rows)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ops.conv2d(Tensor(normal(2, 4, 4)), Tensor(normal(2, 3, 3, 1))), r"\(b, h, w, c\)"),
+        (lambda: ops.conv2d(Tensor(normal(2, 4, 4, 3)), Tensor(normal(2, 3, 3, 1))), r"\(2, 4, 4, 3\).*\(2, 3, 3, 1\)"),
+        (lambda: ops.conv2d(Tensor(normal(2, 4, 4, 3)), Tensor(normal(3, 2))), "do not go together"),
+        (
+            lambda: ops.conv2d(Tensor(normal(2, 4, 4, 3)), Tensor(normal(1, 5, 3, 3))),
+            "5 x 3 pixels does not fit .*4 x 4",
+        ),
+        (lambda: ops.conv2d(Tensor(normal(2, 4, 4, 1)), Tensor(normal(1, 3, 3, 1)), stride=0), "stride 0; .*from 1 on"),
+        (
+            lambda: ops.conv2d(Tensor(normal(2, 4, 4, 1)), Tensor(normal(1, 3, 3, 1)), padding=-1),
+            "padding -1; .*from 0",
+        ),
+        (lambda: ops.max_pool2d(Tensor(normal(2, 4))), r"max_pool2d: x \(2, 4\) is not \(b, h, w, c\)"),
+        (lambda: ops.max_pool2d(Tensor(normal(1, 1, 4, 1))), "2 x 2 pixels does not fit images of 1 x 4"),
+        (lambda: ops.max_pool2d(Tensor(normal(1, 4, 4, 1)), (2, 2, 2)), r"window \(2, 2, 2\); it is a number"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(call, words):
+    with pytest.raises(ShapeError, match=words):
+        call()
