@@ -98,10 +98,12 @@ def predicted(step: Step, config: Config, offloaded: Collection[str] = ()) -> di
 
 
 def _steps_late(step: Step, config: Config) -> int:
-    """How many steps gradients of this rank are on their way."""
+    """Of how many steps gradients of this rank are on their way at the end: of no more than there are."""
     if config.reducer != "stale":
         return 0
-    return step.dp_rank // step.ep % (config.staleness + 1) if config.stale_workers else config.staleness
+    late = step.dp_rank // step.ep % (config.staleness + 1) if config.stale_workers else config.staleness
+    last = [steps - config.stale_start for steps in (config.steps, config.stop_after) if steps is not None]
+    return max(0, min([late, *last]))
 
 
 def _full(step: Step) -> Step:

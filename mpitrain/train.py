@@ -54,6 +54,7 @@ from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import power
 from mpitrain.parallel.expert.counted import for_metrics, in_words, of_model
 from mpitrain.parallel.local_sgd import OWN as OF_WORKERS
+from mpitrain.parallel.local_sgd import parted
 from mpitrain.parallel.powersgd import ERROR as POWERSGD_ERROR
 from mpitrain.parallel.powersgd import Q as POWERSGD_Q
 from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
@@ -476,16 +477,19 @@ class Training:
                 "Give the same text with --data PATH, or start a new run."
             )
         optimizer.updates = saved["updates"]
-        told = dict.fromkeys(self.world.exchange(reducer.resumed(optimizer.updates)))
+        said = self.world.exchange(reducer.resumed(optimizer.updates))
+        told = dict.fromkeys(line for text in said for line in text.splitlines())
         if self.config.reducer != "powersgd" and any(name.startswith(f"{POWERSGD_ERROR}/") for name in shapes):
             told[f"what PowerSGD left out of gradients is lost: --reducer {self.config.reducer} adds none of it"] = None
         if self.config.reducer != "stale" and any(name.startswith(PENDING) for name in shapes):
             told[f"gradients on their way to the weights are lost: --reducer {self.config.reducer} takes none"] = None
+        if self.config.reducer != "local" and parted(shapes):
+            told[f"moments of all workers but the first are lost: --reducer {self.config.reducer} has one set"] = None
         self._resume_scaler(found, saved)
         self.seen = saved["tokens"]
         together(self.world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=self.world.rank == 0)
         self._say(f"go on after step {saved['step']} from {found}\n")
-        for text in filter(None, told):
+        for text in told:
             self._say(f"{text}\n")
         return int(saved["step"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Bench:
         """A step; what comes back, summed over both ends where they share it."""
         self.bring(step)
         self.reducer.finish()
-        sum_over_ends(self.parameters, self.mesh)
+        sum_over_ends(self.parameters, self.mesh, self.reducer.over_ends)
         if updated:
             self.reducer.updated()
         return {p.name: p.grad.copy() for p in self.parameters}
@@ -227,6 +228,11 @@ def and_a_pipeline_of_them(world: World) -> None:
     equals_one_rank(world, pp=2)
 
 
+def and_a_pipeline_whose_ends_share_a_table(world: World) -> None:
+    """It is one matrix, to whose gradient both ends add."""
+    equals_one_rank(world, replace(SIZES, tied=True), pp=2)
+
+
 def and_ranks_that_share_a_sequence(world: World) -> None:
     equals_one_rank(world, cp=2)
 
@@ -251,6 +257,7 @@ CHECKS: list[Callable[[World], None]] = [
     exact_steps_are_those_of_one_message,
     any_number_of_data_parallel_ranks_is_the_same_run,
     and_a_pipeline_of_them,
+    and_a_pipeline_whose_ends_share_a_table,
     and_ranks_that_share_a_sequence,
     and_experts_anywhere,
     workers_hold_the_same_bits_after_20_compressed_steps,

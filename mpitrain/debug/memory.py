@@ -173,8 +173,7 @@ class MemoryLedger:
         if executor is not self._watched:
             self._watched = executor
             self.watch(executor.model, executor.optimizer)
-            for array in executor.reducer.pending_gradients:
-                self._see(array, PENDING)
+            self._watch_pending(executor.reducer)
         for t in info.get("inputs", ()):
             self._see(t.data, ARRIVED)
         if info["action"].kind == "F":
@@ -186,10 +185,15 @@ class MemoryLedger:
             self._see(array, ARRIVED)
         if action.kind == "STEP":  # new versions of weights; state that a first step makes
             self.watch(executor.model, executor.optimizer if executor.optimizer.updates < SETTLED else None)
+            self._watch_pending(executor.reducer)
         wire = executor.mesh.scratch
         if wire != self._wire:
             self._add(WIRE, wire - self._wire)
             self._wire = wire
+
+    def _watch_pending(self, reducer: Any) -> None:
+        for array in reducer.pending_gradients:
+            self._see(array, PENDING)
 
     def _forward(self, info: Mapping[str, Any]) -> None:
         outputs = info["outputs"]

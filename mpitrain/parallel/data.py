@@ -19,7 +19,7 @@ Source: Goyal et al. 2017, arXiv:1706.02677 (synchronous sum); Li et al. 2020, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 
@@ -43,6 +43,7 @@ class Reducer:
         local: whether only the ranks of a worker sum their gradients (`mpitrain.parallel.workers`): these are then
             means over the worker's own targets, each worker clips by its own norm, and weights may part.
         made_of: the numbers that say what the reducer does, which all ranks must be given alike.
+        over_ends: tied parameters whose gradients `finish` has also summed over the two ends of the pipeline.
         apart: axes along which weights may differ between updates, though their parameters are the same there.
         another_run: why a layout is not the same training run with it; "" where it is.
     """
@@ -51,6 +52,7 @@ class Reducer:
     scaler: Scaler | None = None
     local: bool = False
     made_of: Mapping[str, int] = MappingProxyType({})
+    over_ends: Collection[Parameter] = ()
     apart: tuple[str, ...] = ()
     another_run: str = ""
 
@@ -216,16 +218,17 @@ class _Bucket:
         self.missing = set(self.parameters)
 
 
-def sum_over_ends(parameters: Iterable[Parameter], mesh: Mesh) -> None:
+def sum_over_ends(parameters: Iterable[Parameter], mesh: Mesh, done: Collection[Parameter] = ()) -> None:
     """The rule's second step: a parameter that the first and the last stage both use has a gradient on each.
 
-    Collective over `mesh.ends`, the two stages; after the sum over the other axes, of which it is independent.
+    Collective over `mesh.ends`, the two stages; after the sum over the other axes, of which it is independent.  Those
+    that are `done` are left out.
 
     Cost: each of the two sends the bytes of the gradient, once a step.
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (tied embeddings of a pipeline).
     """
     for p in parameters:
-        if p.spec.tied:
+        if p.spec.tied and p not in done:
             p.settle()
             mesh.ends.all_reduce(as_sent(p.grad, p.data, mesh.ends), out=p.grad)
 

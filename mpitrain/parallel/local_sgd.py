@@ -73,6 +73,7 @@ class LocalSgd(WorkerReducer):
         self._optimizer = optimizer
         self._learned = self._learned_by_all = 0  # targets since the last average
         self._read: list[tuple[Array, Array]] = []  # moments of this worker from a checkpoint, and where they belong
+        self._lost = False  # that checkpoint has moments of workers, of which only the first's are read
 
     @property
     def made_of(self) -> Mapping[str, int]:
@@ -123,9 +124,11 @@ class LocalSgd(WorkerReducer):
     def state_to_fill(self, saved: Mapping[str, tuple[int, ...]]) -> States:
         """Those of this worker, on as many workers; else the first one's, which the optimizer reads, are for all."""
         here = self._moments()
+        self._lost = False
         if self.average_moments or any(
             saved.get(f"{OWN}{name}") != (self.axis.size, *t.full_shape) for name, t in here.items()
         ):
+            self._lost = parted(saved)
             return {}
         arrays = {name: array_module(t.array).empty_like(t.array) for name, t in here.items()}
         self._read = [(arrays[name], t.array) for name, t in here.items()]
@@ -134,9 +137,8 @@ class LocalSgd(WorkerReducer):
     def resumed(self, updates: int) -> str:
         for array, place in self._read:
             place[...] = array
-        lost = not (self._read or self.average_moments) and bool(self._moments())
         self._read = []
-        return "all workers go on with the moments of the first: the run was saved with others" if lost else ""
+        return "all workers go on with the moments of the first: those of the others are lost" if self._lost else ""
 
     def _moments(self) -> dict[str, StateTensor]:
         """KIND/NAME -> tensor, of the optimizer's tensors that all workers have."""
@@ -173,6 +175,11 @@ class LocalSgd(WorkerReducer):
     def _average(self, vector: Array, cause: str) -> None:
         scale([vector], self.share(self._learned, self._learned_by_all))
         self.sum_over_workers(vector, cause)
+
+
+def parted(saved: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a checkpoint holds moments of several workers; `saved`: KIND/NAME -> full shape, of its tensors."""
+    return any(name.startswith(OWN) and shape[0] > 1 for name, shape in saved.items())
 
 
 def _written(flat: Flat) -> None:

@@ -55,7 +55,7 @@ class Stale(FlatReducer):
         ConfigError: K or the start is negative.
 
     Cost: messages as of `FlatReducer`.
-    Memory: K gradient vectors.
+    Memory: K gradient vectors, each from the step on that first hands it in.
     """
 
     def __init__(self, flats: Sequence[Flat], mesh: Mesh, staleness: int, start: int = 0) -> None:
@@ -105,20 +105,25 @@ class Stale(FlatReducer):
         """The checkpoint was read.
 
         Raises:
-            CheckpointError: it is of a run with less staleness, or another start.
+            CheckpointError: it is of a run with an earlier start.
         """
         self._on_time = min(updates, self.start)
-        if (updates > self.start and self.pending.steps < self.staleness) or (
-            updates < self.start and self.pending.steps
-        ):
+        waiting = self.pending.steps
+        if updates < self.start and waiting:
             raise CheckpointError(self._odd())
-        return ""
+        missing = self.staleness - waiting
+        if updates <= self.start or not missing:
+            return ""
+        return (
+            f"the next {f'{missing} steps make' if missing > 1 else 'step makes'} no update: staleness is"
+            f" {self.staleness}, and gradients of {waiting} step{'s' * (waiting != 1)} are on their way"
+        )
 
     def _odd(self) -> str:
         return (
             f"The checkpoint holds gradients of {self.pending.steps} steps on their way to the weights, staleness"
             f" {self.staleness} {f'after {self.start} updates ' if self.start else ''}means {self.staleness}.\n"
-            "A run goes on with the staleness that it began with."
+            "A run goes on with the start that it began with, and with its staleness or more."
         )
 
 
@@ -153,6 +158,7 @@ class StaleWorkers(WorkerReducer):
         self.delay = self.axis.rank % (staleness + 1)
         self.another_run = f"gradients of StaleWorkers come up to {staleness} step{'s' * (staleness > 1)} late"
         self.pending = Pending(self.shared, self.delay)
+        self._begins = False  # from a checkpoint of a run in which nobody was late
 
     @property
     def made_of(self) -> Mapping[str, int]:
@@ -186,13 +192,22 @@ class StaleWorkers(WorkerReducer):
             CheckpointError: it is of a run with other workers, or another staleness.
         """
         found = {(name.partition("/")[0], shape[0]) for name, shape in saved.items() if name.startswith(KIND)}
-        if found != {(_kind(age), len(late)) for age, late in self._late().items()}:
+        wanted = {(_kind(age), len(late)) for age, late in self._late().items()}
+        self._begins = not found and bool(wanted)
+        if self._begins:
+            return {}
+        if found != wanted:
             raise CheckpointError(
                 f"The checkpoint holds other gradients on their way to the weights than those of {self.axis.size}"
                 f" workers that are up to {self.staleness} steps late.\n"
                 "A run goes on with as many workers, and the staleness, that it began with."
             )
         return self.state_tensors()
+
+    def resumed(self, updates: int) -> str:
+        if not (self._begins and updates):
+            return ""
+        return "no worker was late up to here: what late ones hand in counts as zero until it has arrived"
 
     def _late(self) -> dict[int, list[int]]:
         """Age -> the workers whose gradients get so old."""
@@ -211,22 +226,21 @@ class Pending:
 
     Attributes:
         steps: how many handed in gradients, up to `delay`.
-        vectors: that hold them, as long as the buffers' own.
+        vectors: that hold them, as long as the buffers' own; each is made when it is first needed.
     """
 
     def __init__(self, flats: Sequence[Flat], delay: int) -> None:
         self.delay = delay
         self.steps = 0
+        self.vectors: list[Array] = []
+        self._flats = flats
         self._parameters = [p for flat in flats for p in flat.parameters]
-        of_steps = [[array_module(flat.grads).zeros_like(flat.grads) for flat in flats] for _ in range(delay)]
-        self.vectors = [vector for vectors in of_steps for vector in vectors]
-        self._places = [  # by age: the newest first
-            [view for flat, vector in zip(flats, vectors, strict=True) for view in flat.views(vector)]
-            for vectors in of_steps
-        ]
+        self._places: list[list[Array]] = []  # by age: the newest first
 
     def of_age(self, age: int) -> list[tuple[Parameter, Array]]:
-        """What was handed in so many steps ago, from 1 to `delay`."""
+        """What was handed in so many steps ago, from 1 to `delay`; zeros where nothing was."""
+        while len(self._places) < age:
+            self._places.append(self._room())
         return [*zip(self._parameters, self._places[age - 1], strict=True)]
 
     def exchange(self) -> bool:
@@ -237,7 +251,7 @@ class Pending:
         """
         if not self.delay:
             return True
-        oldest = self._places.pop()
+        oldest = self._places.pop() if len(self._places) == self.delay else self._room()
         for p, kept in zip(self._parameters, oldest, strict=True):  # one by one: only that much is held twice
             fresh = p.grad.copy()
             p.grad[...] = kept
@@ -246,6 +260,12 @@ class Pending:
         arrived = self.steps == self.delay
         self.steps = min(self.steps + 1, self.delay)
         return arrived
+
+    def _room(self) -> list[Array]:
+        """Zeros for the gradients of one more step."""
+        vectors = [array_module(flat.grads).zeros_like(flat.grads) for flat in self._flats]
+        self.vectors += vectors
+        return [view for flat, vector in zip(self._flats, vectors, strict=True) for view in flat.views(vector)]
 
 
 def _kind(age: int) -> str:

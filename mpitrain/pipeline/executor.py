@@ -325,7 +325,7 @@ class Executor:
                 self.links.send("B", action.stage, run.plan.unit(action), gradients)
             case "REDUCE":
                 self.reducer.finish()
-                sum_over_ends(self.model.shares(), self.mesh)
+                sum_over_ends(self.model.shares(), self.mesh, self.reducer.over_ends)
             case "STEP":
                 number = action.micro or 0
                 report = self._update.make(number, run.measured(number))

@@ -54,7 +54,7 @@ def names_on(mesh):
     ids=str,
 )
 def test_nothing_is_lost_on_any_layout(ranks, axes):
-    """T26.2; over pp with a table that both ends compress by themselves, 11 rows over tp."""
+    """T26.2; over pp with a table to whose gradient both ends add, 11 rows over tp."""
 
     def check():
         mesh = Mesh(world(), **axes)
@@ -300,6 +300,7 @@ def test_on_another_layout_the_sum_of_what_was_left_out_is_kept(tmp_path, before
     adding = {name: ranks for *_, shares in first for name, (ranks, _) in shares.items()}
     again = on(after[0], on_layout, after[1], checkpoint.latest(tmp_path))
     assert any("shared out over another number of ranks" in said for said, *_ in again)
+    assert any("Q begins anew" in said for said, *_ in again) == ("tp" in before[1])
     for name, error in whole(again).items():
         np.testing.assert_allclose(error, kept[name], atol=1e-13, err_msg=name)
         assert np.abs(error).max() > 0.1 or name == "narrow"
@@ -370,9 +371,28 @@ def test_what_cannot_go_on_as_it_was_is_said(tmp_path, text, capsys, ranks, flag
 def test_a_run_of_exact_sums_can_go_on_with_powersgd(tmp_path, text, capsys):
     run = str(tmp_path / "run")
     on(2, main, [*TINY, "--data", text, "--run", run, "--stop-after", "3"])
-    on(2, main, ["--run", run, "--resume", "latest", "--reducer", "powersgd", "--powersgd-start", "5"])
+    on(2, main, ["--run", run, "--resume", "latest", "--reducer", "powersgd", "--powersgd-start", "1"])
     assert "PowerSGD: errors begin at zero\n" in capsys.readouterr().out
     assert losses(run)[-1] < losses(run)[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--powersgd-tables"], ["--powersgd-rank", "1"], ["--reducer", "flat"]], ids=str)
+def test_before_the_first_compressed_step_there_is_nothing_to_go_on_with(tmp_path, text, capsys, flags):
+    """Three ranks, then two: no error to be shared out, lost or begun, and no factor."""
+    run = ["--run", str(tmp_path / "run")]
+    on(3, main, [*TINY, *POWERSGD, "--data", text, *run, "--powersgd-start", "100", "--stop-after", "3"])
+    capsys.readouterr()
+    on(2, main, [*run, "--resume", "latest", *flags])
+    assert "PowerSGD" not in capsys.readouterr().out.replace("PowerSGD of rank", "")
+
+
+def test_what_is_compressed_from_now_on_has_errors_that_begin_at_zero(tmp_path, text, capsys):
+    run = ["--run", str(tmp_path / "run")]
+    on(2, main, [*TINY, *POWERSGD, "--data", text, *run, "--stop-after", "3"])
+    capsys.readouterr()
+    on(2, main, [*run, "--resume", "latest", "--powersgd-tables"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PowerSGD: ")]
+    assert said == ["PowerSGD: errors of what was not compressed before begin at zero"]
 
 
 # ------------------------------------------------------------------------------------------------------------ settings

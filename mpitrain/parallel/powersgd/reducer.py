@@ -12,7 +12,7 @@ from mpitrain.nn.parameter import Flat, Parameter
 from mpitrain.optim.optimizer import StateTensor
 from mpitrain.parallel.data import FlatReducer, Reducer, settle
 from mpitrain.parallel.powersgd.matrices import TABLES, WORTH, Choice
-from mpitrain.parallel.powersgd.state import Memory
+from mpitrain.parallel.powersgd.state import ERROR, Memory, Q, is_in
 from mpitrain.parallel.powersgd.sums import Sums
 
 
@@ -72,7 +72,8 @@ class PowerSgd(Reducer):
         self._of_one_rank = [p for flat in of_axes.pop((), []) for p in flat.parameters]  # nobody else adds to them
         choice = Choice(rank, tuple(exact), worth)
         self._sums = [
-            Sums(members, mesh.merged(axes), choice, mesh.sizes, feedback, seed) for axes, members in of_axes.items()
+            Sums(members, mesh.merged(axes), mesh.ends, choice, mesh.sizes, feedback, seed)
+            for axes, members in of_axes.items()
         ]
         self._compressed = [c for sums in self._sums for c in sums.compressed]
         others = [p.name for sums in self._sums for p in sums.exact]
@@ -86,6 +87,7 @@ class PowerSgd(Reducer):
             "checksum of exact and worth": zlib.crc32(repr((sorted(exact), worth)).encode()),
         }
         self._waits = False  # what a step left out, for its update
+        self._begun = False  # something was compressed, here or in the run before
 
     @property
     def compressed(self) -> tuple[Parameter, ...]:
@@ -99,6 +101,7 @@ class PowerSgd(Reducer):
 
     def finish(self) -> None:
         self._waits = self.updates >= self._start
+        self.over_ends = [c.parameter for sums in self._sums for c in sums.tied] if self._waits else ()
         if not self._waits:
             self._exactly.finish()
             return
@@ -111,6 +114,7 @@ class PowerSgd(Reducer):
         if self._waits:
             for c in self._compressed:
                 c.keep(self._warm)
+            self._begun = True
         self._waits = False
 
     def _inverse(self, p: Parameter) -> float:
@@ -119,12 +123,14 @@ class PowerSgd(Reducer):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, dict[str, StateTensor]]:
-        return self._memory.tensors()
+        """Nothing before the first compressed step."""
+        return self._memory.tensors() if self._begun else {Q: {}, ERROR: {}}
 
     def state_to_fill(self, saved: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, StateTensor]]:
+        self._begun = is_in(saved)
         return self._memory.to_fill(saved)
 
     def resumed(self, updates: int) -> str:
         self.updates = updates
         self._waits = False
-        return self._memory.filled()
+        return self._memory.filled(updates > self._start)

@@ -3,6 +3,7 @@
     powersgd_q/NAME        (parts, columns ..., rank)      parts: slabs into which the rows of the matrix are cut
     powersgd_error/NAME    (ranks, full shape ...)         ranks: all that add to the gradient, one error each
 
+Before the first compressed step there is nothing to keep.
 On as many ranks each gets its own again, to the bit.  On another number only the sum of the errors means anything, and
 each rank takes an equal share of it: what is still to come is the same then (Ramesh et al. 2021, arXiv:2102.12092,
 appendix E).  Errors are those of the full tensor, so they go along with any other cut of it.  A Q is of the matrix that
@@ -23,7 +24,7 @@ from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.optimizer import StateTensor
 from mpitrain.parallel.powersgd.compressed import Compressed
 from mpitrain.parallel.powersgd.matrices import rows_dim
-from mpitrain.spec import Shard, Spec, State, slab, slab_shape
+from mpitrain.spec import REPLICATE, Shard, Spec, State, slab, slab_shape
 
 Q, ERROR = "powersgd_q", "powersgd_error"
 """Kinds of tensors in a checkpoint."""
@@ -49,6 +50,7 @@ class Memory:
         self._warm = warm
         self._of_others: list[tuple[Compressed, Array]] = []  # errors of a run on another number of ranks
         self._told: list[str] = []
+        self._new = ""  # whose errors begin at zero
 
     def tensors(self) -> States:
         """All of it; views."""
@@ -67,6 +69,7 @@ class Memory:
             saved: KIND/NAME -> full shape, of all tensors in it.
         """
         mine = self.tensors()
+        kept = any(name.startswith(f"{ERROR}/") for name in saved)
         errors = {name: saved[f"{ERROR}/{name}"] for name in mine[ERROR] if f"{ERROR}/{name}" in saved}
         qs = {name: q for name, q in mine[Q].items() if saved.get(f"{Q}/{name}") == q.full_shape}
         self._of_others = []
@@ -77,6 +80,9 @@ class Memory:
                 same = errors[name][0] == mine[ERROR][name].full_shape[0]
                 states[ERROR][name] = mine[ERROR][name] if same else self._of_all(c, errors[name])
         lost = [*self._exact, *(c.parameter.name for c in self._compressed if c.error is None)]
+        self._new = ""
+        if len(errors) < len(mine[ERROR]):
+            self._new = f"errors {'of what was not compressed before ' * kept}begin at zero"
         self._told = [
             text
             for text, holds in (
@@ -85,7 +91,6 @@ class Memory:
                     any(_in(ERROR, lost, saved)),
                 ),
                 ("errors are shared out over another number of ranks", self._of_others),
-                ("errors begin at zero", len(errors) < len(mine[ERROR])),
                 (
                     "Q begins anew: those that were saved are of another rank or cut",
                     len(qs) < sum(_in(Q, mine[Q], saved)),
@@ -95,11 +100,14 @@ class Memory:
         ]
         return states
 
-    def filled(self) -> str:
+    def filled(self, compressing: bool) -> str:
         """What was read on another number of ranks is shared out.
 
+        Args:
+            compressing: whether steps before this one should have been compressed.
+
         Returns:
-            What could not go on as it was, for people.
+            What could not go on as it was, for people, a line each.
         """
         for c, errors in self._of_others:
             assert c.error is not None
@@ -108,12 +116,13 @@ class Memory:
                 total += error
             c.error[...] = (total / self._adding(c.parameter)[1]).reshape(c.error.shape)
         self._of_others = []
-        return f"PowerSGD: {'; '.join(self._told)}" if self._told else ""
+        told = [*self._told, *([self._new] if compressing and self._new else [])]
+        return "\n".join(f"PowerSGD: {text}" for text in told)
 
     def _q(self, c: Compressed) -> StateTensor:
         """Q as a part of a tensor that has, in the place of the rows, the slabs into which they are cut.
 
-        The two ends of a pipeline that share a table have a Q of it each.
+        The two ends of a pipeline that share a table have the same Q of it.
         """
         p, rows, sizes = c.parameter, rows_dim(c.parameter), self._mesh.sizes
         cuts = p.spec.shard_dims()
@@ -121,10 +130,8 @@ class Memory:
         rest = (*p.full_shape[:rows], *p.full_shape[rows + 1 :], c.matrices.rank)
         new_dims = {axis: 0 if dim == rows else dim + (dim < rows) for axis, dim in cuts.items()}
         spec = Spec({axis: Shard(dim) for axis, dim in new_dims.items()} | _uncut(p))
-        part, *others = slab((parts, *rest), spec, self._mesh.coords, sizes)
-        end, ends = self._end(p)
-        rectangle = (slice(end * parts + part.start, end * parts + part.stop), *others)
-        return StateTensor(c.q.reshape(slab_shape(rectangle)), (ends * parts, *rest), rectangle, spec)
+        rectangle = slab((parts, *rest), spec, self._mesh.coords, sizes)
+        return StateTensor(c.q.reshape(slab_shape(rectangle)), (parts, *rest), rectangle, spec)
 
     def _error(self, c: Compressed) -> StateTensor:
         """An error as a part of the tensor of all ranks' errors."""
@@ -151,6 +158,11 @@ class Memory:
         return (self._mesh.ends.rank, self._mesh.ends.size) if p.spec.tied else (0, 1)
 
 
+def is_in(saved: Shapes) -> bool:
+    """Whether a checkpoint is of a run that has compressed something."""
+    return any(name.startswith((f"{Q}/", f"{ERROR}/")) for name in saved)
+
+
 def _in(kind: str, names: Iterable[str], saved: Shapes) -> list[bool]:
     return [f"{kind}/{name}" in saved for name in names]
 
@@ -158,7 +170,8 @@ def _in(kind: str, names: Iterable[str], saved: Shapes) -> list[bool]:
 def _uncut(p: Parameter) -> dict[str, State]:
     """How a parameter lies over the axes that do not cut it."""
     cuts = p.spec.shard_dims()
-    return {axis: p.spec.state(axis) for axis in ("edp", "ep", "cp", "tp") if axis not in cuts}
+    tied = {"ends": REPLICATE} if p.spec.tied else {}
+    return {axis: p.spec.state(axis) for axis in ("edp", "ep", "cp", "tp") if axis not in cuts} | tied
 
 
 def _of_ranks(p: Parameter) -> Spec:

@@ -3,6 +3,9 @@
     message 1   what is not compressed, and behind it every D_w Q        that of halves as halves, in one of its own
     message 2   every D_w^T P^
 
+What both ends of a pipeline use is one matrix, to whose gradient either end adds: its factors are then summed over the
+two ends, by a message of their own after each of these.
+
 Factors are in at least float32, also of a model of halves.  A half has 11 bits: to round to them what is left of a
 matrix would lose what no error remembers, and save half of the few bytes that are left.
 """
@@ -31,13 +34,14 @@ class Sums:
     Args:
         flats: their buffers: one of halves, one of what is in full precision, or both.
         axis: over which they are summed.
+        ends: of the pipeline, over which what is tied is summed as well.
         choice: what is compressed, and how far.
         sizes: axis -> ranks.
         feedback: whether what is left out is kept.
         seed: of the first Q.
 
     Attributes:
-        compressed: by rows and rank, as they lie in the messages.
+        compressed: by rows and rank, as they lie in the messages; tied: of these, what both ends of a pipeline use.
         exact: what is not compressed.
     """
 
@@ -45,12 +49,13 @@ class Sums:
         self,
         flats: Sequence[Flat],
         axis: Communicator,
+        ends: Communicator,
         choice: Choice,
         sizes: Mapping[str, int],
         feedback: bool,
         seed: int,
     ) -> None:
-        self._axis = axis
+        self._axis, self._ends = axis, ends
         self._parameters = [p for flat in flats for p in flat.parameters]
         self._exact: list[Parameter] = []
         self._halves: list[Parameter] = []
@@ -63,6 +68,7 @@ class Sums:
                 else:
                     (self._halves if is_half(flat.weights.dtype) else self._exact).append(p)
         self.compressed = sorted(found, key=_alike)
+        self.tied = [c for c in self.compressed if c.parameter.spec.tied]
         self.exact = (*self._exact, *self._halves)
         like = flats[0].grads
         new = array_module(like).empty
@@ -114,11 +120,15 @@ class Sums:
             p.grad[...] = part
         if not self.compressed:
             return
+        for c in self.tied:
+            self._ends.all_reduce(c.left, out=c.left)
         for group in self._groups:
             group[...] = orthonormal(group)
         for c in self.compressed:
             c.project()
         self._axis.all_reduce(self._second, out=self._totals)
+        for c in self.tied:
+            self._ends.all_reduce(c.total, out=c.total)
         for c in self.compressed:
             c.restore(inverse(c.parameter))
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from mpitrain.parallel.expert import counted
 from mpitrain.plan.traffic.lines import Line
-from mpitrain.plan.traffic.powersgd import factors
+from mpitrain.plan.traffic.powersgd import factors, over_ends
 from mpitrain.plan.traffic.slabs import ATOMS, DATA, beta_of, buffers, merged, shares
 from mpitrain.plan.traffic.step import Step
 from mpitrain.plan.traffic.workers import inside
@@ -152,7 +152,8 @@ def gradients(step: Step) -> Iterator[Line]:
     dp and cp            2 (d c - 1)/(d c)         beta x parameters that are not Replicate on tp
     dp and cp and tp     2 (d c t - 1)/(d c t)     beta x parameters that are
     edp and cp           2 (d c/e - 1)/(d c/e)     beta x experts here
-    ends                 beta x table: 2 (n-1)/n is 1 for the two ends of a pipeline, which both use a tied table
+    ends                 beta x table: 2 (n-1)/n is 1 for the two ends of a pipeline, which both use a tied table;
+                         where it is compressed, its factors
 
     With ZeRO other messages stand in the place of these sums (zero.py), and ends sum their own rows of the table; with
     PowerSGD the factors of gradients (powersgd.py), with workers that learn apart the sums of each (workers.py).
@@ -174,7 +175,8 @@ def gradients(step: Step) -> Iterator[Line]:
         yield Line(buffer[0].axes, "gradients", "all_reduce", n, 1, nbytes)
     for slab in shares(step):
         if slab.name == "table.weight" and step.sizes.tied:
-            yield Line("ends", "tied table", "all_reduce", min(step.pp, 2), 1, beta_of(step, slab) * slab.size)
+            for nbytes in over_ends(step, slab):
+                yield Line("ends", "tied table", "all_reduce", min(step.pp, 2), 1, nbytes)
 
 
 def count(step: Step) -> Iterator[Line]:

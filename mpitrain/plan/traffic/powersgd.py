@@ -7,6 +7,8 @@ set of axes of N ranks, with what is not compressed (vectors, small matrices, ta
                                                                                 as halves, in a message of its own
     second     2 (N-1)/N  beta_wide  (sum of r m)
 
+A tied table that is compressed sends its two factors over the two ends of the pipeline as well.
+
 Source: Vogels et al. 2019, arXiv:1905.13727, section 3.  These are the bytes of a step that is compressed; the first
 ones (`--powersgd-start`) send whole gradients.
 """
@@ -53,3 +55,12 @@ def factors(step: Step, choice: Choice) -> Iterator[Line]:
             yield Line(axes, "gradients", "all_reduce", n, 1, exact.get(beta, 0) + beta * sum(left))
         if right:
             yield Line(axes, "gradients", "all_reduce", n, 1, beta * sum(right))
+
+
+def over_ends(step: Step, table: Slab) -> list[int]:
+    """Bytes of each message in which the ends of a pipeline sum the gradient of the table that they share."""
+    found = () if step.compression is None else compressed(step, step.compression)
+    matrices = next((matrices for slab, matrices in found if slab.name == table.name), None)
+    if matrices is None:
+        return [beta_of(step, table) * table.size]
+    return [step.beta_wide * matrices.left, step.beta_wide * matrices.right]
