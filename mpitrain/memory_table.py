@@ -21,9 +21,10 @@ from mpitrain.debug.memory import MemoryLedger
 from mpitrain.offloading import Elsewhere
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.versions import live_versions
-from mpitrain.plan.memory import block_table, gathered, left_out, model_state, paper, peak, scratch
+from mpitrain.plan.memory import block_table, gathered, model_state, paper, peak, scratch
 from mpitrain.plan.memory.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
 from mpitrain.plan.memory.offload import elsewhere as in_store
+from mpitrain.plan.memory.pending import pending_gradients
 from mpitrain.plan.traffic import Step
 
 CORPUS = "corpus"
@@ -91,19 +92,10 @@ def predicted(step: Step, config: Config, offloaded: Collection[str] = ()) -> di
         owners.ACTIVATIONS: peak(step, rows[step.pp_rank]),
         owners.SCRATCH: scratch(step, rows[step.pp_rank]),
         owners.GATHERED: gathered(step),
-        owners.PENDING: _steps_late(step, config) * state.gradients + left_out(step, config.powersgd_feedback),
+        owners.PENDING: pending_gradients(step, config),
     }
     gone = [owner for what in offloaded for owner in OFFLOADED[what]]
     return {owner: nbytes for owner, nbytes in known.items() if owner not in gone}
-
-
-def _steps_late(step: Step, config: Config) -> int:
-    """Of how many steps gradients of this rank are on their way at the end: of no more than there are."""
-    if config.reducer != "stale":
-        return 0
-    late = step.dp_rank // step.ep % (config.staleness + 1) if config.stale_workers else config.staleness
-    last = [steps - config.stale_start for steps in (config.steps, config.stop_after) if steps is not None]
-    return max(0, min([late, *last]))
 
 
 def _full(step: Step) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from mpitrain.backend import Array
@@ -26,6 +27,7 @@ from mpitrain.plan.memory.offload import (
     of_ranks,
     within,
 )
+from mpitrain.plan.memory.pending import pending_gradients
 from mpitrain.plan.traffic import Step
 
 MIB = 2**20
@@ -79,13 +81,20 @@ def build_elsewhere(config: Config, step: Step, rows: Schedule, mesh: Mesh, like
     asked = config.offloads
     if not asked and config.memory_budget is None:
         return None
+    besides = partial(pending_gradients, config=config)
     if config.memory_budget is None:
-        found = of_ranks(step, rows, asked or (), config.prefetch)
+        found = of_ranks(step, rows, asked or (), config.prefetch, besides)
     else:
         choices = CHOICES if asked is None else [asked]
         allowed = [choice for choice in choices if not any(unfit_for_offload(config, choice))]
         budget = memory_size(config.memory_budget)
-        found = within(step, rows, budget, allowed, config.prefetch, lambda total: max(mesh.world.exchange(total)))
+        kinds = (OPTIMIZER, ACTIVATIONS, PARAMETERS)
+        fit = [name for name in kinds if not any(unfit_for_offload(config, frozenset((name,))))]
+
+        def most(total: int) -> int:
+            return max(mesh.world.exchange(total))
+
+        found = within(step, rows, budget, allowed, config.prefetch, most, besides, fit)
     plans = mesh.world.exchange([sorted(found.what), found.distance])  # the sizes of pieces are a rank's own business
     assert all(plan == plans[0] for plan in plans), plans
     if not found.what:

@@ -79,7 +79,14 @@ class Plan(NamedTuple):
         return sum(self.here.values())
 
 
-def plan(step: Step, rows: Schedule, what: Collection[str], distance: int = 1, halvings: int = 0) -> Plan:
+def plan(
+    step: Step,
+    rows: Schedule,
+    what: Collection[str],
+    distance: int = 1,
+    halvings: int = 0,
+    besides: Callable[[Step], int] = lambda step: 0,
+) -> Plan:
     """What is here at most if some memory is offloaded.
 
     Args:
@@ -88,6 +95,7 @@ def plan(step: Step, rows: Schedule, what: Collection[str], distance: int = 1, h
         what: is offloaded.
         distance: how far ahead things are fetched.
         halvings: of the sizes of pieces.
+        besides: bytes of gradients that a rank keeps from one step to the next.
     """
     what = frozenset(what)
     if PARAMETERS in what:
@@ -103,6 +111,7 @@ def plan(step: Step, rows: Schedule, what: Collection[str], distance: int = 1, h
         window = max(1, min(window, sum(slab.size for slab in shares(step))))
     here = {"weights": state.weights, "masters": state.masters, "gradients": state.gradients}
     here["optimizer state"] = state.optimizer
+    here["pending gradients"] = besides(step)
     if OPTIMIZER in what or PARAMETERS in what:
         here["masters"] = 0
     if OPTIMIZER in what:
@@ -130,15 +139,18 @@ def within(
     choices: Sequence[Collection[str]] = CHOICES,
     distance: int = 1,
     most: Callable[[int], int] = int,
+    besides: Callable[[Step], int] = lambda step: 0,
+    allowed: Sequence[str] = (OPTIMIZER, ACTIVATIONS, PARAMETERS),
 ) -> Plan:
     """The first plan that keeps a budget, in the largest pieces; the worst rank's decides for all.
 
     Args:
-        step, rows, distance: as for `plan`.
+        step, rows, distance, besides: as for `plan`.
         budget: bytes that a rank may hold of weights, gradients, optimizer state and activations.
         choices: of what may be offloaded, in the order in which they are tried.
         most: of the bytes here, what they are on the rank that has most.  Ranks of a pipeline are known from the
             settings; those that keep rows of the same weights may keep a row more or less, and ask each other.
+        allowed: what the settings go together with, for the way out that an error says.
 
     Raises:
         ConfigError: the budget cannot be kept.
@@ -146,7 +158,8 @@ def within(
     found: list[tuple[int, Plan]] = []
     for choice in choices:
         for halvings in range(HALVINGS if choice else 1):
-            plans = [plan(replace(step, pp_rank=rank), rows, choice, distance, halvings) for rank in range(step.pp)]
+            of_stages = [replace(step, pp_rank=rank) for rank in range(step.pp)]
+            plans = [plan(each, rows, choice, distance, halvings, besides) for each in of_stages]
             worst = max(plans, key=lambda each: each.total)
             total = most(worst.total)
             if total <= budget:
@@ -154,13 +167,13 @@ def within(
             found.append((total, worst))
     needed, best = min(found, key=lambda each: each[0])
     held = ", ".join(f"{name} {nbytes / MIB:,.1f}" for name, nbytes in best.here.items())
-    tried = frozenset[str]().union(*choices)
-    others = [name for name in (OPTIMIZER, ACTIVATIONS, PARAMETERS) if name not in tried]
+    others = [name for name in allowed if name not in frozenset[str]().union(*choices)]
     more = f"Offload {' and '.join(others)} too, take" if others else "Take"
     raise ConfigError(
         f"--memory-budget {budget / MIB:,.1f}MiB cannot be kept: a rank needs {needed / MIB:,.1f} MiB with"
         f" {', '.join(sorted(best.what)) or 'nothing'} offloaded\n({held}).\n"
-        f"{more} more --microbatches, more ranks of --tp or --pp, or a larger budget."
+        f"{more} --recompute full, more --microbatches, more ranks of --tp or --pp (of --dp with --zero 3), or a larger"
+        " budget."
     )
 
 
@@ -169,9 +182,15 @@ def _of_all(plans: Sequence[Plan], worst: Plan) -> Plan:
     return worst._replace(slots=max(each.slots for each in plans), slot_bytes=max(each.slot_bytes for each in plans))
 
 
-def of_ranks(step: Step, rows: Schedule, what: Collection[str], distance: int = 1) -> Plan:
+def of_ranks(
+    step: Step,
+    rows: Schedule,
+    what: Collection[str],
+    distance: int = 1,
+    besides: Callable[[Step], int] = lambda step: 0,
+) -> Plan:
     """`plan` for all ranks of a pipeline: the worst one's."""
-    plans = [plan(replace(step, pp_rank=rank), rows, what, distance) for rank in range(step.pp)]
+    plans = [plan(replace(step, pp_rank=rank), rows, what, distance, besides=besides) for rank in range(step.pp)]
     return _of_all(plans, max(plans, key=lambda each: each.total))
 
 
