@@ -51,8 +51,8 @@ CHOICES: Sequence[frozenset[str]] = tuple(
 MOST_WINDOW, MOST_GROUP, MOST_PENDING = 2**20, 2**22, 2**24
 """Elements of a window, bytes of a group, bytes that wait to be written; halved until a budget is met."""
 HALVINGS = 9
-LEAST_GROUPS = 8
-"""Into which what a pass keeps is parted at least, or nothing would leave before all is there."""
+LEAST_GROUPS = LEAST_WINDOWS = 8
+"""Into which what a pass keeps is parted at least, or nothing would leave before all is there; and an update."""
 MIB = 2**20
 
 
@@ -108,7 +108,7 @@ def plan(
     if ACTIVATIONS in what:
         group = min(group, max(LEAST, slot_bytes // LEAST_GROUPS))
     if what & {OPTIMIZER, PARAMETERS}:
-        window = max(1, min(window, sum(slab.size for slab in shares(step))))
+        window = max(1, min(window, -(-sum(slab.size for slab in shares(step)) // LEAST_WINDOWS)))
     here = {"weights": state.weights, "masters": state.masters, "gradients": state.gradients}
     here["optimizer state"] = state.optimizer
     here["pending gradients"] = besides(step)
