@@ -196,12 +196,19 @@ def picture(result: Result) -> str:
         Line(f"momentum {momentum}, formula", [(d, stability(d, float(momentum))) for d in range(16)], colour)
         for colour, momentum in enumerate(found)
     ] + [
-        Line(f"momentum {momentum}, found", [tuple(pair) for pair in pairs], colour + 2, True)
+        Line(f"momentum {momentum}, found", [tuple(pair) for pair in pairs], colour + 2, dots=True)
         for colour, (momentum, pairs) in enumerate(found.items())
     ]
     late, apart = (0, 1, 3, 7, 15), (1, 4, 16, 64)
     by_late = [Line(words, _by(result, method, late, "K"), i) for i, (method, words) in enumerate(METHODS.items())]
     by_apart = [Line(words, _by(result, method, apart, "H"), i) for i, (method, words) in enumerate(METHODS.items())]
+    by_apart += [
+        Line(f"{method}, synchronous", [(x, statistics.fmean(found)) for x in (apart[0], apart[-1])], i, True, False)
+        for i, (method, found) in enumerate(
+            (words.partition(",")[0], finals(result, method, "synchronous")) for method, words in METHODS.items()
+        )
+        if found
+    ]
     names = ("synchronous", "K=3", "K=15", "H=16")
     curves = [Line(SCHEMES[name], _curve(result, "adamw", name), i) for i, name in enumerate(names)]
     drawn = [
@@ -239,11 +246,14 @@ def _room(of: Sequence[Line]) -> tuple[float, float]:
 
 
 def _by(result: Result, method: str, numbers: Sequence[int], letter: str) -> Points:
-    """Mean of the seeds by K or H, those that learned."""
-    synchronous = {"K": 0, "H": 1}[letter]
+    """Mean of the seeds by K or H, those that were run and learned.
+
+    K = 0 is synchronous training, to the last bit.  H = 1 is not where an optimizer has moments: each worker's are its
+    own.
+    """
     points = []
     for number in numbers:
-        found = finals(result, method, "synchronous" if number == synchronous else f"{letter}={number}")
+        found = finals(result, method, f"{letter}={number}" if number else "synchronous")
         if found and statistics.fmean(found) < HIGHEST:
             points.append((float(number), statistics.fmean(found)))
     return points

@@ -37,12 +37,17 @@ text {{ fill: #9198a1 }} .back {{ fill: #0d1117 }} .title {{ fill: #f0f6fc }}
 
 
 class Line(NamedTuple):
-    """A series.  dashed: for what stands beside the main ones."""
+    """A series.
+
+    dashed: for what stands beside the main ones; dots: True for dots alone, without a line through them, False for a
+    line alone, None for what the panel's x axis asks for.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
     dashed: bool = False
+    dots: bool | None = None
 
 
 class Band(NamedTuple):
@@ -112,7 +117,7 @@ def _panel(panel: Panel) -> list[str]:
     parts = [f'<text class="title" x="{left - 46}" y="26">{escape(panel.title)}</text>']
     for place, line in enumerate(panel.lines):
         x, y = left - 46 + place % 2 * (PANEL_WIDTH - 40) / 2, 46 + place // 2 * 18
-        parts.append(_stroke(line, f"M{x:.0f},{y - 4}h18"))
+        parts.append(_dot(line, x + 9, y - 4) if line.dots else _stroke(line, f"M{x:.0f},{y - 4}h18"))
         parts.append(f'<text class="c{line.colour}" x="{x + 24:.0f}" y="{y}">{escape(line.name)}</text>')
     for band in panel.bands:
         (x, _), (end, _) = at(max(band.left, low_x), high_y), at(min(band.right, high_x), high_y)
@@ -139,9 +144,10 @@ def _panel(panel: Panel) -> list[str]:
         parts.append(f'<path class="axis thin" d="M{x1:.1f},{y1:.1f}L{x2:.1f},{y2:.1f}"/>')
     for line in panel.lines:
         places = [at(x, y) for x, y in line.points]
-        parts.append(_stroke(line, "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in places)))
-        dots = places if panel.log_x else []
-        parts += [f'<circle class="dot c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in dots]
+        if not line.dots:
+            parts.append(_stroke(line, "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in places)))
+        if panel.log_x if line.dots is None else line.dots:
+            parts += [_dot(line, x, y) for x, y in places]
     parts.append(f'<text class="middle" x="{(left + right) / 2:.0f}" y="{bottom + 38}">{escape(panel.x_label)}</text>')
     parts.append(f'<text x="{left - 46}" y="{top - 8}">{escape(panel.y_label)}</text>')
     return parts
@@ -149,6 +155,10 @@ def _panel(panel: Panel) -> list[str]:
 
 def _stroke(line: Line, path: str) -> str:
     return f'<path class="line c{line.colour}{" thin" if line.dashed else ""}" d="{path}"/>'
+
+
+def _dot(line: Line, x: float, y: float) -> str:
+    return f'<circle class="dot c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
 def bars(title: str, caption: str, drawn: Sequence[Bar]) -> str:

@@ -81,10 +81,11 @@ def _claim(result: Result) -> str:
             of_seeds = [runs[f"{optimizer}, {kind}, seed {seed}"] for seed in found]
             exact = runs[f"{optimizer}, exact, seed {min(found)}"]["sent"]
             losses = [run["val"] for run in of_seeds]
-            each = f" ({', '.join(f'{loss:.4f}' for loss in losses)})" if len(losses) > 1 else ""
+            each = ", ".join(f"{loss:.4f}" for loss in losses) if len(losses) > 1 else f"seed {min(found)} alone"
             cells = [f"{optimizer}, {words}", f"{of_seeds[0]['sent']:,}", f"{exact / of_seeds[0]['sent']:.1f}"]
-            gap = f"**{mean_above(result, optimizer):+.2%}**" if kind != "exact" else ""
-            rows.append([*cells, f"{statistics.fmean(losses):.4f}{each}", gap])
+            seeds = "" if len(losses) > 1 else ", one seed"
+            gap = f"**{mean_above(result, optimizer):+.2%}**{seeds}" if kind != "exact" else ""
+            rows.append([*cells, f"{statistics.fmean(losses):.4f} ({each})", gap])
     head = ["gradients", "bytes a rank and step", "less by", "validation loss, by seed", "above exact"]
     return _table(head, rows) if rows else "Not measured."
 

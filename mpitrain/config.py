@@ -272,7 +272,9 @@ class Config:
         "gradients in one message, in buckets during backward, or compressed; stale and local harm learning",
         REDUCERS,
     )
-    bucket_mib: float = number(1.0, "bucketed: size of a bucket in MiB", Interval(0, 4096, above=True))
+    bucket_mib: float = number(
+        1.0, "bucketed, and --zero: MiB of gradients that close a bucket", Interval(0, 4096, above=True)
+    )
     powersgd_rank: int = whole(
         4, "powersgd: columns of the two factors in whose place a gradient travels", 1, 2**16, metavar="R"
     )

@@ -172,6 +172,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         )
         for launch in ("./run_mpi.sh -n 4", "mpitrain local -n 4")
     },
+    "python examples/11_digits_cnn.py": ("python examples/11_digits_cnn.py --epochs 1", ""),
     "mpitrain local -n 4 examples/12_zero.py": ("mpitrain local -n 2 examples/12_zero.py", ""),
     "mpitrain local -n 2 examples/10_experts.py": ("mpitrain local -n 2 examples/10_experts.py --steps 2", ""),
     "mpitrain local -n 4 own_experts.py --ep 4": ("mpitrain local -n 4 own_experts.py --ep 4", ""),
