@@ -343,7 +343,7 @@ def _() -> Iterator[None]:
 
 @bug("the tied gradient of the other end is lost", "pp2", "C44", tied=True)
 def _() -> Iterator[None]:
-    with put(executor, "sum_over_ends", lambda parameters, mesh: None):
+    with put(executor, "sum_over_ends", lambda parameters, mesh, done: None):
         yield
 
 
@@ -351,8 +351,8 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     whole = executor.sum_over_ends
 
-    def mean(parameters: Any, mesh: Any) -> None:
-        whole(parameters, mesh)
+    def mean(parameters: Any, mesh: Any, done: Any) -> None:
+        whole(parameters, mesh, done)
         for p in parameters:
             if p.spec.tied:
                 p.grad /= mesh.ends.size
@@ -365,8 +365,8 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     whole = executor.sum_over_ends
 
-    def over_all(parameters: Any, mesh: Any) -> None:
-        whole(parameters, mesh)
+    def over_all(parameters: Any, mesh: Any, done: Any) -> None:
+        whole(parameters, mesh, done)
         for p in parameters:
             if p.spec.tied:
                 p.grad[...] = mesh.merged(("pp", "dp")).all_reduce(p.grad)

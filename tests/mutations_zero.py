@@ -253,7 +253,7 @@ def _() -> Iterator[None]:
 
 @bug("tied shares are not summed over the two ends", "pp2,dp2,zero1", "12.4", tied=True)
 def _() -> Iterator[None]:
-    with put(executor, "sum_over_ends", lambda parameters, mesh: None):
+    with put(executor, "sum_over_ends", lambda parameters, mesh, done: None):
         yield
 
 
@@ -261,9 +261,9 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     whole = executor.sum_over_ends
 
-    def twice(parameters: Any, mesh: Any) -> None:
-        whole(parameters, mesh)
-        whole(parameters, mesh)
+    def twice(parameters: Any, mesh: Any, done: Any) -> None:
+        whole(parameters, mesh, done)
+        whole(parameters, mesh, done)
 
     with put(executor, "sum_over_ends", twice):
         yield

@@ -378,7 +378,7 @@ def test_the_order_of_the_computations_is_recorded(layout):
 
 def test_a_tied_gradient_that_is_not_summed_over_the_ends_is_found(monkeypatch):
     """C44."""
-    monkeypatch.setattr(mpitrain.pipeline.executor, "sum_over_ends", lambda parameters, mesh: None)
+    monkeypatch.setattr(mpitrain.pipeline.executor, "sum_over_ends", lambda parameters, mesh, done: None)
     verdict, found = prove("pp2,dp2", tied=True, layers=2)
     assert (verdict.first.step, verdict.first.what) == (1, "gradient of table.weight")
     assert found["alone"] == "pp2 differs, dp2 equal"
