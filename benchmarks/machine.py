@@ -103,7 +103,7 @@ def describe() -> dict[str, Any]:
         "blas": _blas(),
         "kernels": _kernels(),
         "commit": _commit(),
-        "command": " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+        "command": " ".join([Path(sys.orig_argv[0]).name, *map(_without_folders, sys.orig_argv[1:])]),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
@@ -182,3 +182,11 @@ def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
+
+
+def _without_folders(argument: str) -> str:
+    """An argument of a command line, without the folders of this machine: those of an absolute path."""
+    if not os.path.isabs(argument):
+        return argument
+    path, root = Path(argument), Path(__file__).resolve().parents[1]
+    return str(path.relative_to(root) if path.is_relative_to(root) else path.name)

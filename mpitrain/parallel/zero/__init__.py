@@ -14,7 +14,7 @@ Paper: Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from __future__ import annotations
 
-from mpitrain.parallel.zero.gather import GatheredUnit, gather_units, resident_of
+from mpitrain.parallel.zero.gather import GatheredUnit, gather_units
 from mpitrain.parallel.zero.reducer import RowReducer
 
-__all__ = ["GatheredUnit", "RowReducer", "gather_units", "resident_of"]
+__all__ = ["GatheredUnit", "RowReducer", "gather_units"]

@@ -131,7 +131,7 @@ def gather_units(model: Module, mesh: Mesh, prefetch: int = PREFETCH) -> None:
         prefetch: units that are asked for ahead; with 0 each is waited for when it is needed.
     """
     flats = [flat for flat in model.flats if isinstance(flat, CutFlat) and flat.stage == 3]
-    if not flats or resident_of(model) is not None:
+    if not flats or model.resident is not None:
         return
     places = {p: (flat, place) for flat in flats for place, p in enumerate(flat.parameters)}
     axes = {flat.axes: mesh.merged(flat.axes) for flat in flats}
@@ -153,11 +153,6 @@ def gather_units(model: Module, mesh: Mesh, prefetch: int = PREFETCH) -> None:
     if rest:
         model.unit = make(model.name or "model", _parcels(rest, places, axes), resident, ahead=False)
     model.resident = resident
-
-
-def resident_of(model: Module) -> Resident | None:
-    """What counts the bytes of units that are here; None: the model has none."""
-    return model.resident
 
 
 def _parcels(
