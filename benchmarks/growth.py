@@ -179,7 +179,7 @@ def over_tensors(tensors: int) -> Costs:
         return times[-1]
 
     def saved() -> None:
-        slabs = checkpoint.slabs_of(parameters, optimizer.state_tensors(), mesh.coords)
+        slabs = checkpoint.slabs_of(parameters, optimizer.state_tensors(), mesh)
         with tempfile.TemporaryDirectory(prefix="mpitrain-bench-") as folder:
             checkpoint.save(folder, 1, slabs, {"updates": 0}, world())
 

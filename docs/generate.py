@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # for whoever loads this file by its path
 
+from checkpoint_pictures import layouts_picture, save_picture  # noqa: E402
 from experts_picture import experts_picture  # noqa: E402
 
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -113,6 +114,18 @@ def schedule_options_table() -> str:
     from mpitrain.schedule.command import OPTIONS
 
     return _options_of_a_command(OPTIONS)
+
+
+def checkpoint_options_table() -> str:
+    """The options of the tools of `mpitrain checkpoint`."""
+    from mpitrain.checkpoint.command import TOOLS
+
+    head, line, *_ = _options_of_a_command({}).splitlines()
+    rows = [f"| tool {head}", f"|---{line}"]
+    for word, tool in TOOLS.items():
+        options = {option.name: option for option in tool.options}
+        rows += [f"| {word} {row}" for row in _options_of_a_command(options).splitlines()[2:]]
+    return "\n".join(rows) + "\n"
 
 
 def _options_of_a_command(options: Mapping[str, Option]) -> str:
@@ -539,6 +552,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verify-options": verify_options_table,
     "verify-order": verify_order_table,
     "schedule-options": schedule_options_table,
+    "checkpoint-options": checkpoint_options_table,
     "pipelines": pipelines_table,
 }
 PICTURES: dict[str, Callable[[], str]] = {
@@ -548,6 +562,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "images/memory.svg": memory_picture,
     "images/learning-rates.svg": rates_picture,
     "images/experts.svg": experts_picture,
+    "images/checkpoint-save.svg": save_picture,
+    "images/checkpoint-layouts.svg": layouts_picture,
     **{f"images/pipeline-{name}.svg": partial(pipeline_picture, name) for name in _PIPELINES},
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,9 @@ from mpitrain.pipeline.slicing import equal_cost_slices
 from mpitrain.plan.memory.choice import recomputed_blocks
 from mpitrain.plan.memory.offload import OPTIMIZER, PARAMETERS
 from mpitrain.plan.traffic import Step, Workers
+
+ASKS = 2
+"""What ranks are asked at the end of each step of a training: whether to stop, and whether a save is under way."""
 
 
 def run_folder(config: Config, world: World) -> Path:
@@ -195,6 +198,7 @@ def _step_of(config: Config, mesh: Mesh, sizes: GPTConfig, dtype: Any, partition
         compression=compression(config),
         workers=_workers(config),
         gist=gist_bits(config),
+        asks=ASKS,
     )
 
 
@@ -354,8 +358,19 @@ def gist_bits(config: Config) -> int | None:
     return None if config.gist in (None, "lossless") else int(config.gist)
 
 
-def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh, steps: int) -> Executor:
-    """The executor with its schedule, reducer, clipping and learning rates for a run of `steps`."""
+def build_executor(
+    config: Config,
+    model: GPT,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    steps: int,
+    ask: Callable[[], Sequence[float]] = tuple,
+) -> Executor:
+    """The executor with its schedule, reducer, clipping and learning rates for a run of `steps`.
+
+    Args:
+        ask: see `Executor`; of a training it gives `ASKS` numbers.
+    """
     warmup = warmup_updates(config.warmup, steps)
     kind = SCHEDULES[config.schedule_name]
     return Executor(
@@ -374,4 +389,5 @@ def build_executor(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh,
         lr=lambda update: LR_SCHEDULES[config.lr_schedule](
             update, steps, warmup, config.lr, config.lr_final * config.lr
         ),
+        ask=ask,
     )

@@ -4,6 +4,7 @@ mpitrain train [options]               train a language model (also: python exam
 mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
 mpitrain verify --layout dp2,tp2 SCRIPT [args]    prove that a layout is the same training run as one rank
 mpitrain schedule NAME --stages 4 --microbatches 8    print, draw and check a pipeline schedule
+mpitrain checkpoint inspect|verify|diff|reshard PATH ...    look into checkpoints, prove them whole, write them anew
 mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
 """
 
@@ -17,7 +18,6 @@ from collections.abc import Callable, Sequence
 from mpitrain.comm.launcher import is_first
 from mpitrain.errors import ConfigError, UserError
 
-USER_ERROR_CODE = 2
 PATIENCE = 3.0  # seconds
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells have it
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command; a mistake of the user becomes one message and exit code 2.
+    """Run a command; a mistake of the user becomes one message and its exit code, 2 for most.
 
     Under MPI with more than one rank the guard of `comm.guard` owns the end of the process, so the error goes on to it.
     Before MPI has started all ranks make the same mistake, and each knows from its launcher whether it is the one that
@@ -44,7 +44,7 @@ def guarded(command: Callable[[], int]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(PATIENCE)
-        return USER_ERROR_CODE
+        return error.exit_code
     except KeyboardInterrupt:
         if _has_guard() or _is_local_rank():
             raise
@@ -78,13 +78,18 @@ def _dispatch(words: list[str]) -> int:
             from mpitrain.schedule.command import main as schedule
 
             return schedule(rest)
+        case "checkpoint":
+            from mpitrain.checkpoint.command import main as checkpoint
+
+            return checkpoint(rest)
         case "doctor":
             from mpitrain.doctor import main as doctor
 
             return doctor(rest)
         case _:
             raise ConfigError(
-                f"{word!r} is no command of mpitrain.  Commands: train local verify schedule doctor; mpitrain --help"
+                f"{word!r} is no command of mpitrain.  Commands: train local verify schedule checkpoint doctor;"
+                " mpitrain --help"
             )
 
 
@@ -101,9 +106,11 @@ def _local(words: list[str]) -> int:
         raise ConfigError(f"-n {count}: the number of ranks must be a whole number from 1 to 1024")
     from mpitrain.blas import one_thread
     from mpitrain.comm.local import run_script
+    from mpitrain.stopping import hear_signal
 
     one_thread()  # as each rank has under mpirun: the same bits in deterministic mode
-    return run_script(int(count), words[2], words[3:])
+    with hear_signal():  # a thread could not
+        return run_script(int(count), words[2], words[3:])
 
 
 def _has_guard() -> bool:

@@ -16,8 +16,10 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+from mpitrain import disk
 from mpitrain.backend import DTYPES
 from mpitrain.config_rules import OF_REDUCERS, check_settings
 from mpitrain.errors import ConfigError
@@ -52,6 +54,8 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 
 SIZES = ("layers", "width", "heads", "seq_len")
 DEFAULT_SLICES = 4
+OF_SCHEDULES = ("chunks", "slices")
+"""Options that mean something for one schedule only."""
 BALANCES = ("layers", "parameters", "flops", "measured")
 """What a partition into stages can deal out evenly."""
 DEFAULT_LR: Mapping[str, float] = {"adamw": 2.5e-3, "sgd": 2.5e-3, "adafactor": 0.05}
@@ -291,6 +295,9 @@ class Config:
     average_moments: bool = switch(False, "local: the optimizer's moments are averaged, too")
     deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")
     check: bool = switch(False, "check every message, and of every value the state and that it is finite, at some cost")
+    check_replicas: int = whole(
+        100, "compare what ranks hold alike every N steps, and before each save (0: never)", 0, 10**9
+    )
     memory: bool = switch(False, "tell what holds how much memory on which rank, beside what was predicted")
     timeout: float = number(300.0, "end the job when a message waits this long", Interval(1, _MONTH), metavar="SECONDS")
     start_timeout: float | None = number(
@@ -319,14 +326,34 @@ class Config:
         unset="default: go to the end",
         session=True,
     )
+    keep: int | None = whole(
+        None, "keep the newest N checkpoints and remove older ones", 2, 10**6, unset="default: all"
+    )
+    async_save: bool = switch(False, "--save-every: copy what is saved, and write it while training goes on")
+    read_back: bool = switch(False, "read each checkpoint from the disk before it counts")
+    max_seconds: float | None = number(
+        None,
+        "save and stop in time to end by then, counted from the start, with exit code 85",
+        Interval(0, _MONTH, above=True),
+        metavar="SECONDS",
+        unset="default: no limit",
+        session=True,
+    )
     resume: str | None = text(
         None,
-        "go on from the newest checkpoint of --run, or from a folder",
-        metavar="latest|PATH",
+        "go on from the newest checkpoint of --run (auto: if there is one), or from a folder",
+        metavar="latest|auto|PATH",
         unset="default: start",
         session=True,
     )
     sample_length: int = whole(400, "tokens of generated text at the end", 0, 10**6)
+    faults: str | None = text(
+        None,
+        "have ranks fail on purpose, each once a run, as 'kill rank=1 at=action:STEP step=12'",
+        metavar="SPEC",
+        unset="default: none",
+        session=True,
+    )
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -444,7 +471,7 @@ _FILE = Option(
 )
 
 
-OF_A_START = ("run", "resume", "start_timeout", "timeout", "deterministic", "check")
+OF_A_START = ("run", "resume", "start_timeout", "timeout", "deterministic", "check", "faults")
 """Options that are used before the settings of a run that goes on are known."""
 
 
@@ -457,8 +484,8 @@ def parse(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config
 
     A named model replaces sizes that a lower level gives: with `--config run.toml --model gpt2` the sizes are gpt2's,
     whatever run.toml says.  So do --steps and --budget replace each other, --dropless and --capacity-factor, another
-    optimizer the learning rate, another reducer what only the one before uses, and another loss scaling its scale and
-    window.
+    optimizer the learning rate, another reducer or schedule what only the one before uses, and another loss scaling its
+    scale and window.
 
     Raises:
         ConfigError: see `mpitrain.options`.
@@ -499,6 +526,9 @@ def _merged(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> tupl
         before = merged.get("reducer", OPTIONS["reducer"].default)
         if level.get("reducer", before) != before:
             merged = {name: value for name, value in merged.items() if name not in OF_REDUCERS}
+        before = merged.get("schedule", OPTIONS["schedule"].default)
+        if level.get("schedule", before) != before:
+            merged = {name: value for name, value in merged.items() if name not in OF_SCHEDULES}
         if _scaling_in({**merged, **level}) != _scaling_in(merged):
             merged = {name: value for name, value in merged.items() if name not in DEFAULT_SCALE}
         if level.get("dropless"):
@@ -537,14 +567,11 @@ def write(config: Config, path: str) -> None:
     Raises:
         ConfigError: the folder or the file cannot be written.
     """
-    unfinished = f"{path}.tmp"
     if os.path.lexists(path) and not os.path.isfile(path):  # a rename would put a file in the place of a device
         raise ConfigError(f"{show(path)}: is not a regular file; settings cannot be written there.")
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(config.to_toml())
-        os.replace(unfinished, path)
+        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        disk.replace(Path(path), config.to_toml().encode())
     except OSError as error:
         raise ConfigError(
             f"--run {show(os.path.dirname(path))}: cannot be written: {error.strerror}.  It must be a folder, or the "

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpitrain import faults
 from mpitrain.errors import ConfigError
 from mpitrain.options import show
 
@@ -57,6 +58,8 @@ def check_settings(config: Config) -> None:
     _check_experts(config)
     _check_reducer(config)
     _check_offload(config)
+    if config.faults is not None:
+        faults.parse(config.faults)
     if config.lr_final and config.lr_schedule not in ("cosine", "linear"):
         raise ConfigError(
             f"--lr-final {config.lr_final:g} is for --lr-schedule cosine and linear: {config.lr_schedule} has no end."
@@ -67,8 +70,10 @@ def check_settings(config: Config) -> None:
             f"--eps {config.eps:g}: --optimizer adafactor adds its square to squared gradients and divides by them; it"
             f" must be {LEAST_EPS:g} or more."
         )
-    if config.resume == "latest" and config.run is None:
-        raise ConfigError("--resume latest: needs --run DIR, the folder whose newest checkpoint is meant.")
+    if config.resume in ("latest", "auto") and config.run is None:
+        raise ConfigError(f"--resume {config.resume}: needs --run DIR, the folder whose newest checkpoint is meant.")
+    if config.async_save and not config.save_every:
+        raise ConfigError("--async-save is for --save-every N: a run that stops waits for its last checkpoint anyway.")
 
 
 def _check_gist(config: Config) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; its text is all that is printed."""
+    """A mistake that the user can mend; its text is all that is printed.
+
+    Attributes:
+        exit_code: with which the program ends; 2 says that starting it again would be of no use.
+    """
+
+    exit_code: int = 2
 
 
 class ConfigError(UserError):
@@ -66,6 +72,19 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The files of a checkpoint are not what was written."""
+
+
+class ReplicaError(UserError):
+    """Ranks that share a value hold other bits of it, in a run that began well.
+
+    Maybe a memory's doing and nobody's mistake: whoever starts jobs again may do so, from the last checkpoint.
+    """
+
+    exit_code = 1
 
 
 class StoreError(UserError):

@@ -1,9 +1,9 @@
 """What happens, told to whoever listens.
 
-Events are emitted at exactly three places: the executor (actions), `Function.apply` and `Tape.backward` (ops), and the
-`Communicator` (messages).  Timeline, recorder, stepper and ledgers are listeners, so no parallel algorithm has a line
-about debugging.  A listener is called in the rank's own thread, before the work (`begin`) and after it (`end`): one
-that waits is a breakpoint.
+Events are emitted at exactly four places: the executor (actions), `Function.apply` and `Tape.backward` (ops), the
+`Communicator` (messages), and `disk` (operations on files).  Timeline, recorder, stepper and ledgers are listeners, so
+no parallel algorithm has a line about debugging.  A listener is called in the rank's own thread, before the work
+(`begin`) and after it (`end`): one that waits is a breakpoint.
 
 Listeners belong to a context (`contextvars`), hence to one rank also where ranks are threads.  Emission points read
 
@@ -27,7 +27,8 @@ class Event(NamedTuple):
 
     kind   "action" | "op" | "message" | "arrival": what a message brought that did not wait for it, whoever waited |
            "unit": weights of a part of the model that come when it works, and go | "copy": what the I/O thread of a
-           store moved, told by the rank when it next has to do with the store
+           store moved, told by the rank when it next has to do with the store | "disk": an operation on a file of a
+           checkpoint; of a save in the background told in the thread that does it
     phase  "begin" | "end"; an arrival and a copy only end
     name   `F3@0`, `gelu`, `gelu.backward`, `all_reduce`
     info   what there is to know, by kind: module path, shapes, axis, bytes, arrays (references, never copies)

@@ -11,15 +11,20 @@ One rank writes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from mpitrain import disk
 from mpitrain.errors import UserError
+
+_LONGEST = 1 << 24  # bytes of a line; what a step says of a thousand layers of experts is a hundredth of it
 
 
 class MetricsWriter:
@@ -38,11 +43,11 @@ class MetricsWriter:
         self._path = Path(path)
         self._last_step = first_step - 1
         try:
-            if self._path.exists():
-                if not self._path.is_file():  # a rename would put a file in the place of a device or a pipe
+            if os.path.lexists(self._path):
+                if not stat.S_ISREG(os.lstat(self._path).st_mode):  # a link would lead out of the run
                     raise UserError(f"{self._path}: is not a regular file; metrics cannot be written there.")
                 _drop_from(self._path, first_step)
-            self._file: BinaryIO = open(self._path, "ab")  # noqa: SIM115  (closed by close)
+            self._file: BinaryIO = open(self._path, "ab", opener=_to_append)  # noqa: SIM115  (closed by close)
         except OSError as error:
             raise self._refused(error) from None
 
@@ -107,15 +112,15 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def _records(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Line and record, for every whole line whose step follows those before it."""
     last_step = -1
-    for line in file:
-        if not line.endswith(b"\n"):  # the writer was killed inside this line
+    while line := file.readline(_LONGEST):
+        if not line.endswith(b"\n"):  # the writer was killed inside this line, or it is none
             return
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is int and step > last_step:
+        if type(step) is int and last_step < step < 1 << 62:
             last_step = step
             yield line, record
 
@@ -123,7 +128,9 @@ def _records(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _drop_from(path: Path, first_step: int) -> None:
     """Rewrite the file without the lines of `first_step` and later, under another name until it is whole."""
     unfinished = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as old, open(unfinished, "wb") as new:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(unfinished)  # of a run that was killed
+    with open(disk.open_to_read(path), "rb") as old, open(disk.create(unfinished), "wb") as new:
         for line, record in _records(old):
             if record["step"] >= first_step:
                 break
@@ -131,3 +138,7 @@ def _drop_from(path: Path, first_step: int) -> None:
         new.flush()
         os.fsync(new.fileno())
     os.replace(unfinished, path)
+
+
+def _to_append(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

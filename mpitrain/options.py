@@ -28,7 +28,8 @@ from mpitrain.errors import ConfigError
 
 Value = int | float | str | bool | None
 
-_MAX_FILE = 1 << 20  # bytes; a file of settings has a hundred lines
+_MAX_FILE = 1 << 16  # bytes; a file of settings has some hundred lines
+_MAX_DOTS = 1000  # on a line; the time that Python takes for a key of n parts grows with the square of n
 _MAX_TEXT = 4096  # characters; the longest path that Linux opens
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -298,8 +299,11 @@ def _load_toml(path: str, shown: str) -> dict[str, Any]:
         if about.st_size > _MAX_FILE:
             raise ConfigError(f"--config {shown}: has {about.st_size} bytes; at most {_MAX_FILE} are allowed.")
         with open(path, "rb") as file:
-            values: dict[str, Any] = tomllib.loads(file.read(_MAX_FILE).decode("utf-8-sig"))
-            return values
+            content = file.read(_MAX_FILE).decode("utf-8-sig")
+        if any(line.count(".") > _MAX_DOTS for line in content.split("\n")):
+            raise ConfigError(f"--config {shown}: has a line with more than {_MAX_DOTS} dots, which is no setting.")
+        values: dict[str, Any] = tomllib.loads(content)
+        return values
     except OSError as error:
         raise ConfigError(f"--config {shown}: cannot be read: {error.strerror}.  It must be a TOML file.") from None
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.config_rules import ASYNCHRONOUS
 from mpitrain.data.corpus import Corpus
+from mpitrain.faults import plan
 from mpitrain.models.gpt import GPT
 from mpitrain.offloading import describe
 from mpitrain.optim.scaler import power
@@ -63,6 +64,7 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         *([("compression", _compression(config, mesh, model))] if config.reducer == "powersgd" else []),
         *([("traffic", _traffic(config, mesh, model))] if world.size > 1 else []),
         *([("checks", "every message and the state of every value, at every step")] if config.check else []),
+        *([("faults", "; ".join(map(str, plan(config.faults, world.size))))] if config.faults is not None else []),
         ("corpus", str(corpus)),
         ("run", str(folder)),
     ]

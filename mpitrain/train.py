@@ -13,14 +13,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mpitrain import checkpoint
+from mpitrain import checkpoint, disk, faults
 from mpitrain import config as settings
 from mpitrain.assemble import (
     build_executor,
@@ -45,6 +43,7 @@ from mpitrain.debug.memory import MemoryLedger
 from mpitrain.debug.states import StateChecker
 from mpitrain.errors import CheckpointError, ConfigError, MeshError
 from mpitrain.events import listen
+from mpitrain.keep import Keeper, settings_of
 from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
 from mpitrain.memory_table import table as memory_table
 from mpitrain.metrics import MetricsWriter, read_metrics
@@ -53,30 +52,19 @@ from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import power
 from mpitrain.parallel.expert.counted import for_metrics, in_words, of_model
-from mpitrain.parallel.local_sgd import OWN as OF_WORKERS
-from mpitrain.parallel.local_sgd import parted
-from mpitrain.parallel.powersgd import ERROR as POWERSGD_ERROR
-from mpitrain.parallel.powersgd import Q as POWERSGD_Q
-from mpitrain.parallel.replicas import agree_on_arithmetic, check_replicas
-from mpitrain.parallel.stale import KIND as PENDING
+from mpitrain.parallel.replicas import ReplicaCheck, agree_on_arithmetic, check_replicas
 from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
 from mpitrain.report import Terminal, duration, start_block, step_line
-from mpitrain.routing import usual_router
 from mpitrain.sample import sample
 from mpitrain.startup import facts
+from mpitrain.stopping import STOPPED_CODE, Request, Stop, hear_signal
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
 BUDGET_SHARE = 0.95  # of the budget is planned: later steps may be slower than the ten that were timed
 LONGEST_ROW = 256  # steps that overlap before the pipeline drains, if neither validation nor a checkpoint drains it
 VALIDATION_ROWS = 32  # sequences that a rank evaluates at once
-SCALING = ("loss_scaling", "loss_scale")
-"""Settings with which a resumed run begins its scales anew."""
-OLDER = {"kv_heads": None, "experts": None, "top_k": 1, "router": None, "renormalize": False, "moe_every": 1}
-"""Settings that runs of an earlier version do not name, and what they were."""
-MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "dtype", "seed", "batch", "optimizer", *OLDER)
-"""Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,24 +95,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, mistake = Config(), error  # the file may be missing on one host only
     ranks = world(config.start_timeout)
     ranks.agree(mistake)
+    with faults.injected(config.faults, ranks):
+        faults.remember(config.run)
+        return _start(ranks, config, flags, began)
+
+
+def _start(ranks: World, config: Config, flags: list[str], began: float) -> int:
+    """What `main` does once its ranks have met; `config`: what it knew before."""
     ranks.board.limit = config.timeout
     if config.deterministic:
         ranks.set_deterministic()
     if config.check:
         ranks.set_checked()
     agree_on_arithmetic(ranks)  # before anything is said or written
+    found: list[Path] = []
     if config.resume is not None:
         found = checkpoint.find(config.resume, config.run, ranks)
-        config = together(ranks, lambda: _settings_of_resumed(flags, found)) or config
-    else:
-        found = None
+        config = together(ranks, lambda: settings_of(flags, found[0] if found else None)) or config
     mesh = _mesh(ranks, config, found, flags)
     check_layout(config, mesh.dp.size)
-    Training(config, mesh, found, began).run()
-    return 0
+    with hear_signal() as request:
+        stopped = Training(config, mesh, found, began, request).run()
+    return STOPPED_CODE if stopped else 0
 
 
-def _mesh(ranks: World, config: Config, found: Path | None, flags: list[str]) -> Mesh:
+def _mesh(ranks: World, config: Config, found: Sequence[Path], flags: list[str]) -> Mesh:
     """The layout.
 
     Raises:
@@ -135,52 +130,9 @@ def _mesh(ranks: World, config: Config, found: Path | None, flags: list[str]) ->
     except MeshError as error:
         axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(config, axis) > 1]
         kept = " ".join(f"--{axis}" for axis in axes if not settings.gives(flags, f"--{axis}"))
-        if found is None or not kept or settings.names_a_file(flags):
+        if not found or not kept or settings.names_a_file(flags):
             raise
-        raise MeshError(f"{error}\n{kept} of the saved run ({found}) holds until a flag changes it.") from None
-
-
-def _settings_of_resumed(flags: list[str], found: Path) -> Config:
-    """The settings with which the run was started, and flags that win over them; its number of steps stays.
-
-    How many ranks divided the batch is of the start that is over: unless it is asked for, all that are left do now.
-    """
-    saved = checkpoint.read_manifest(found).scalars.get("config")
-    if isinstance(saved, dict):
-        saved = {**OLDER, **saved}
-    if not isinstance(saved, dict) or not saved.keys() >= {"steps", *MUST_STAY}:
-        raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
-    # Settings may name another place: the folder was moved or copied, or is seen from another working directory.
-    home = str(found.parent.parent) if found.parent.name == "checkpoints" else None
-    named = settings.names_a_file(flags)
-    if home is not None and not named and Path(home, "config.toml").is_file():
-        config = settings.parse(["--config", f"{home}/config.toml", "--run", home, *flags])
-        if not settings.gives(flags, "--dp"):
-            config = replace(config, dp=None)
-    else:
-        config = settings.parse(flags, {**saved, "run": home, "dp": None})
-    new_stages = any(settings.gives(flags, flag) for flag in ("--pp", "--schedule", "--chunks", "--balance"))
-    if new_stages and not named and not settings.gives(flags, "--stage-layers"):
-        config = replace(config, stage_layers=None)  # what was given was for the stages of before
-    if config.steps is None:
-        config = config.fixed(saved["steps"])
-    for name in MUST_STAY:
-        before, now = (_meant(of, name) for of in (saved, asdict(config)))
-        if before != now:
-            raise CheckpointError(
-                f"{found} was saved with {name} {before}, now it is {now}.\n"
-                f"A run goes on with the {name} that it began with: leave the option out, or start a new run."
-            )
-    return config
-
-
-def _meant(config: Mapping[str, Any], name: str) -> Any:
-    """A setting; of one that nobody asked for, what it then is."""
-    if config[name] is None and name == "kv_heads":
-        return config["heads"]
-    if config[name] is None and name == "router":
-        return usual_router(config["top_k"])
-    return config[name]
+        raise MeshError(f"{error}\n{kept} of the saved run ({found[0]}) holds until a flag changes it.") from None
 
 
 class Training:
@@ -189,14 +141,17 @@ class Training:
     Args:
         config: the settings.
         mesh: the layout.
-        found: the checkpoint to go on from.
+        found: the checkpoint to go on from, and older ones should it be damaged; none: start.
         began: when the process began, by `time.perf_counter`.
+        request: whether somebody asks the process to stop.
 
     Raises:
         UserError: on every rank, before the first step.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, found: Path | None, began: float) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, found: Sequence[Path], began: float, request: Request | None = None
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self.found = found
@@ -209,47 +164,65 @@ class Training:
         self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
         self.model: GPT = build_model(config, self.corpus, mesh)
         check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)
-        if found is None:  # last, so that a mistake leaves no folder behind
+        if not found:  # last, so that a mistake leaves no folder behind
             together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
         self._lock = together(self.world, lambda: checkpoint.hold(self.folder), here=self.world.rank == 0)
         self.world.board.run_folder = str(self.folder)
-        self.seen = 0  # targets learned from
+        faults.remember(self.folder)
+        self.stop = Stop(request or Request(), config.max_seconds, began)
         self.skipped = 0  # steps of this start whose gradients overflowed
+        self._asked = False  # some rank was asked to stop
         self._told_of_blocks = False
 
-    def run(self) -> None:
-        """All steps, and what comes after the last one."""
+    def run(self) -> bool:
+        """All steps, and what comes after the last one.
+
+        Returns:
+            Whether it stopped before its end because it was asked to, or its time was up.
+        """
         try:
-            self._run()
+            return self._run()
         finally:
             if self._lock is not None:
                 os.close(self._lock)
             if self.model.elsewhere is not None:
                 self.model.elsewhere.home.close()
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
         if self.reports:
             block = facts(self.config, self.mesh, self.model, self.corpus, self.folder)
             self.terminal.heading(start_block("mpitrain", block))
         steps = self._fixed_steps()
         optimizer = build_optimizer(self.config, self.model, self.mesh)
-        self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps)
-        done = 0 if self.found is None else self._resume(self.found, optimizer)
+        self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps, self._answers)
+        of_state = self.model, optimizer, self.executor
+        self.keeper = Keeper(self.config, self.mesh, *of_state, self.corpus, self.folder, self._say)
+        done = self.keeper.resume(self.found) if self.found else 0
         if done > steps:
             raise CheckpointError(
-                f"{self.found} has {done} steps behind it, but --steps is {steps}.  Ask for more steps than that."
+                f"{self.found[0]} has {done} steps behind it, but --steps is {steps}.  Ask for more steps than that."
             )
-        held = self.model.parameters() if self.model.zero < 3 else self.model.shares()
-        check_replicas(held, self.mesh, f"before step {done + 1}")
+        check_replicas([*self.model.parameters(), *self.model.shares()], self.mesh, f"before step {done + 1}")
+        reducer = self.executor.reducer
+        self.replicas = ReplicaCheck(self.model, optimizer, reducer, self.mesh, self.config.check_replicas)
         together(self.world, self._write_settings, here=self.world.rank == 0)
         last = min(steps, max(self.config.stop_after or steps, done))
-        self._steps(done, last, steps, optimizer)
-        self._finish(last, steps)
+        reached, asked = self._steps(done, last, steps, optimizer)
+        self._finish(reached, steps, asked)
+        return asked
+
+    def _answers(self) -> tuple[float, float]:
+        """What this rank says at the end of a step: whether to stop, and whether it still writes."""
+        return float(self.stop.wanted), float(self.keeper.busy)
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 
-    def _steps(self, done: int, last: int, steps: int, optimizer: Optimizer) -> None:
-        """Steps done + 1 ... last of a run of `steps`."""
+    def _steps(self, done: int, last: int, steps: int, optimizer: Optimizer) -> tuple[int, bool]:
+        """Steps done + 1 ... last of a run of `steps`.
+
+        Returns:
+            The last step that was made, and whether the run was asked to stop there.
+        """
         config, dp = self.config, self.mesh.dp
         log_every, eval_every = config.log_interval(steps), config.eval_interval(steps)
         path = self.folder / "metrics.jsonl"
@@ -264,15 +237,15 @@ class Training:
         with metrics or contextlib.nullcontext(), contextlib.ExitStack() as stack:
             for listener in listeners:
                 stack.enter_context(listen(listener))
-            step = done
-            while step < last:
+            step, asked = done, False
+            while step < last and not asked:
                 row = self._row(step, last, steps)
                 reports = self.executor.run(list(islice(batches, row)))
                 clock.tick(row)
                 held = self._held(ledger, row) if ledger is not None and (step == done or step + row >= last) else None
                 for report in reports:
                     step += 1
-                    self.seen += 0 if report.skipped else report.targets
+                    self.keeper.seen += 0 if report.skipped else report.targets
                     val_loss = None
                     if step == steps or (eval_every and step % eval_every == 0):
                         val_loss = self._validate()
@@ -283,10 +256,33 @@ class Training:
                         self._tell(metrics, clock, report, step, steps, val_loss, logged, peaks)
                 if held is not None:
                     self._say_memory(held, step)
-                if (config.save_every and step % config.save_every == 0) or (step == last and config.stop_after):
-                    self._say(f"saved {self._save(step, optimizer)}")
-                    clock.restart()
+                asked = self._keep(reports, step, last, clock)
+                self.stop.reserve = clock.seconds * row + self.keeper.seconds
+            self.keeper.publish()
         self.terminal.end()
+        return step, asked
+
+    def _keep(self, reports: Sequence[StepReport], step: int, last: int, clock: Clock) -> bool:
+        """Save if a checkpoint is due; the same on all ranks.
+
+        Returns:
+            Whether the run stops here because some rank was asked to.
+        """
+        config, keeper = self.config, self.keeper
+        wanted, busy = (max(answers) for answers in zip(*(report.asked for report in reports), strict=True))
+        self._asked = self._asked or wanted > 0
+        stops = self._asked and step < last and self.executor.reducer.at_rest
+        if keeper.saving and not busy:
+            keeper.publish()
+            clock.restart()
+        final = stops or (step == last and config.stop_after is not None)
+        saves = final or (config.save_every > 0 and step % config.save_every == 0)
+        if self.replicas(step, len(reports), saves=saves):
+            clock.restart()
+        if saves:
+            keeper.save(step, wait=final)
+            clock.restart()
+        return stops
 
     def _row(self, done: int, last: int, steps: int) -> int:
         """How many steps are made before anything else: one, or where steps overlap as many as nothing interrupts.
@@ -319,7 +315,7 @@ class Training:
             grad_norm=norm,
             lr=lr,
             tokens_per_s=speed,
-            tokens=self.seen,
+            tokens=self.keeper.seen,
             val_loss=val_loss,
             loss_scale=scale,
             skipped=skipped,
@@ -360,7 +356,7 @@ class Training:
         dp, rows = self.mesh.dp, VALIDATION_ROWS * self.mesh.dp.size
         return self.executor.evaluate(self.tokens.validation(rows, dp.rank, dp.size, self.model.positions_here))
 
-    def _finish(self, last: int, steps: int) -> None:
+    def _finish(self, last: int, steps: int, asked: bool) -> None:
         """How often gradients overflowed, the curve of the run, and a text that the model continues."""
         if self.skipped and self.executor.scaler is not None:
             steps_were = "step was" if self.skipped == 1 else "steps were"
@@ -373,7 +369,8 @@ class Training:
         if report is not None and routing is not None:
             self._say(f"experts of the last step: {in_words(of_model(report.counted, report.rows), routing)}")
         if last < steps:
-            self._say(f"stopped after step {last} of {steps}; go on with: --run {self.folder} --resume latest")
+            why = f", as asked (exit code {STOPPED_CODE})" if asked else ""
+            self._say(f"stopped after step {last} of {steps}{why}; go on with: --run {self.folder} --resume latest")
         elif self.config.sample_length:
             self._say(f"sample {self.folder / 'sample.txt'}\n\n{self._sample()}\n")
         self._say(f"done in {duration(time.perf_counter() - self.began)}")
@@ -385,13 +382,13 @@ class Training:
         caption = f"{config.batch} x {config.seq_len} tokens a step, {ranks} rank{'s' if ranks > 1 else ''}"
         experts = "" if config.experts is None else f", {config.experts} expert{'s' if config.experts > 1 else ''},"
         title = f"{config.model}{experts} on {self.corpus.source}"
-        path.write_text(loss_curve(records, title, caption, unit=unit))
+        disk.replace(path, loss_curve(records, title, caption, unit=unit).encode())
 
     def _sample(self) -> str:
         config, path = self.config, self.folder / "sample.txt"
         with self.executor.reducer.whole():
             text = sample(self.model, self.mesh, self.corpus, config.sample_length, config.seed, config.timeout)
-        together(self.world, lambda: path.write_text(text + "\n", encoding="utf-8"), here=self.reports)
+        together(self.world, lambda: disk.replace(path, f"{text}\n".encode()), here=self.reports)
         return text
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -441,70 +438,6 @@ class Training:
 
     def _write_settings(self) -> None:
         settings.write(self.config, str(self.folder / "config.toml"))
-
-    # -- save and resume ----------------------------------------------------------------------------------------------
-
-    def _save(self, step: int, optimizer: Optimizer) -> Path:
-        scalars = {
-            "updates": optimizer.updates,
-            "tokens": self.seen,
-            "data": {"next_step": step, "sha256": self.corpus.sha256},
-            "config": asdict(self.config),
-        }
-        if self.executor.scaler is not None:
-            scalars["scaler"] = self.executor.scaler.state_dict()
-        self.executor.reducer.join()
-        states = {**optimizer.state_tensors(), **self.executor.reducer.state_tensors()}
-        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh.coords)
-        return checkpoint.save(self.folder, step, tensors, scalars, self.world, layout=self.mesh.sizes)
-
-    def _resume(self, found: Path, optimizer: Optimizer) -> int:
-        """Fill weights, optimizer and reducer from a checkpoint; the number of steps that are done."""
-        reducer, shapes = self.executor.reducer, checkpoint.shapes(found, self.world)
-        states = {**optimizer.state_tensors(), **reducer.state_to_fill(shapes)}
-        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh.coords)
-        besides = [name for name in shapes if name.startswith((POWERSGD_Q, POWERSGD_ERROR, PENDING, OF_WORKERS))]
-        saved = checkpoint.load(found, tensors, self.world, besides=besides)
-        for flat in self.model.flats:
-            flat.refresh()
-        self.executor.reducer.updated()
-        counts, data = [saved.get(name) for name in ("updates", "tokens")], saved.get("data")
-        if not (isinstance(data, dict) and isinstance(data.get("sha256"), str) and all(type(n) is int for n in counts)):
-            raise CheckpointError(f"{found} is damaged: its manifest lacks updates, tokens or the text's sha256.")
-        if data["sha256"] != self.corpus.sha256:
-            raise CheckpointError(
-                f"{found} was trained on another text (sha256 {data['sha256'][:12]}) than\n{self.corpus}.\n"
-                "Give the same text with --data PATH, or start a new run."
-            )
-        optimizer.updates = saved["updates"]
-        said = self.world.exchange(reducer.resumed(optimizer.updates))
-        told = dict.fromkeys(line for text in said for line in text.splitlines())
-        if self.config.reducer != "powersgd" and any(name.startswith(f"{POWERSGD_ERROR}/") for name in shapes):
-            told[f"what PowerSGD left out of gradients is lost: --reducer {self.config.reducer} adds none of it"] = None
-        if self.config.reducer != "stale" and any(name.startswith(PENDING) for name in shapes):
-            told[f"gradients on their way to the weights are lost: --reducer {self.config.reducer} takes none"] = None
-        if self.config.reducer != "local" and parted(shapes):
-            told[f"moments of all workers but the first are lost: --reducer {self.config.reducer} has one set"] = None
-        self._resume_scaler(found, saved)
-        self.seen = saved["tokens"]
-        together(self.world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=self.world.rank == 0)
-        self._say(f"go on after step {saved['step']} from {found}\n")
-        for text in told:
-            self._say(f"{text}\n")
-        return int(saved["step"])
-
-    def _resume_scaler(self, found: Path, saved: dict[str, Any]) -> None:
-        """Go on with the scales of gradients, unless other ones were asked for."""
-        scaler, before = self.executor.scaler, saved.get("config")
-        if scaler is None:
-            return
-        asked = [[of.get(name) for name in SCALING] for of in (asdict(self.config), before or {})]
-        if asked[0] != asked[1]:
-            self._say("the scale of the gradients begins anew: other options than before were asked for")
-        elif isinstance(saved.get("scaler"), dict):
-            scaler.load_state(saved["scaler"])
-        else:
-            raise CheckpointError(f"{found} is damaged: its manifest lacks the scale of the gradients.")
 
     def _say(self, text: str) -> None:
         if self.reports:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from reseal import rewrite
 
 from mpitrain.comm.local import LocalWorld
 from mpitrain.config import OPTIONS, Config
@@ -361,17 +362,15 @@ def _checkpoint(change: Callable[[dict[str, object]], None] | None = None, **fil
             from mpitrain.comm.world import world
 
             array = __import__("numpy").ones(3)
-            slab = checkpoint.SlabRef("weight/x", (3,), (slice(0, 3),), array, True)
+            slab = checkpoint.SlabRef("weight/x", (3,), (slice(0, 3),), array, (0, 1))
             settings = Config(model="gpt-tiny", steps=1)
             scalars = {"config": {name: getattr(settings, name) for name in OPTIONS}, "updates": 7, "seen": 0}
             checkpoint.save(folder / "old", 7, [slab], scalars, world())
 
         LocalWorld(1).run(save)
         path = folder / "old" / "checkpoints" / "step-00000007"
-        whole = json.loads((path / "manifest.json").read_text())
         if change is not None:
-            change(whole)
-            (path / "manifest.json").write_text(json.dumps(whole))
+            rewrite(path, change)
         for name, content in files.items():
             if content is None:
                 (path / name.replace("_", ".")).unlink()
@@ -400,7 +399,7 @@ def _run_rows() -> Iterator[BadInput]:
         ("resume: not JSON", ("--resume", step), _checkpoint(manifest_json=b"{"), ("manifest.json", "damaged")),
         ("resume: no manifest", ("--resume", step), _checkpoint(manifest_json=None), ("manifest.json",)),
         ("resume: cut manifest", ("--resume", step), _checkpoint(lambda w: w.pop("tensors")), ("damaged", "tensors")),
-        ("resume: newer format", ("--resume", step), _checkpoint(lambda w: w.update(format=9)), ("format 9", "1")),
+        ("resume: newer format", ("--resume", step), _checkpoint(lambda w: w.update(format=9)), ("format 9", "2")),
         ("resume: no settings in it", ("--resume", step), _checkpoint(lambda w: w.update(scalars={})), ("settings",)),
         ("resume: cut file", ("--resume", step), _checkpoint(**{"rank-00000_h5": b"x"}), ("rank-00000.h5", "bytes")),
         ("resume: missing file", ("--resume", step), _checkpoint(**{"rank-00000_h5": None}), ("rank-00000.h5",)),

@@ -31,7 +31,7 @@ from mpitrain.optim.optimizer import Optimizer, StateTensor
 from mpitrain.optim.scaler import BlockScaler, LossScaler
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.data import BucketedReducer, FlatReducer, Reducer
-from mpitrain.parallel.replicas import check_replicas
+from mpitrain.parallel.replicas import ReplicaCheck
 from mpitrain.parallel.zero import RowReducer
 from mpitrain.parallel.zero.gather import PREFETCH
 from mpitrain.pipeline.executor import Executor
@@ -150,7 +150,7 @@ def train(
         norms.append(executor.report.grad_norm)
         counts.append(executor.report.counted)
         gradients = gradients or whole(world, mesh, model.shares(), [p.grad for p in model.shares()])
-        check_replicas(model.parameters() if zero < 3 else model.shares(), mesh, f"after step {len(losses)}")
+        ReplicaCheck(model, optimizer, executor.reducer, mesh, 1)(len(losses))
     return {
         "losses": {"loss": np.array(losses), "validation": np.array(executor.evaluate(few(tokens, mesh, model)))},
         "norms": {"norm": np.array(norms)},

@@ -291,7 +291,7 @@ class Run:
         }
 
     def slabs(self) -> Any:
-        return checkpoint.slabs_of(self.model.shares(), self.optimizer.state_tensors(), self.mesh.coords)
+        return checkpoint.slabs_of(self.model.shares(), self.optimizer.state_tensors(), self.mesh)
 
     def save(self, folder: Path, step: int) -> Path:
         return checkpoint.save(folder, step, self.slabs(), {"updates": self.optimizer.updates}, self.world)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
+from mpitrain.comm.page import KEPT_CALLS
 from mpitrain.comm.places import named, told
 from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import DType
@@ -94,11 +96,13 @@ class Rank:
         self.main: ModuleType | None = None  # its own __main__, where scripts run
         self.ident = 0
         self.call: Call | None = None
+        self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)  # entered last
         self.waits: Wait | None = None
         self.left = False
         self.turn = threading.Lock()
         self.turn.acquire()
         self.run_folder: str | None = None  # ranks that share a process need none
+        self.step = 0
         self.last_move = -1  # of the room, when this rank polled, and when that was
         self.since = 0.0
 
@@ -131,7 +135,8 @@ class LocalLane:
 
     def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """See `transport.Lane`."""
-        self._rank.call = Call(self._axis, number, verb, shape, dtype, peer, tag)
+        call = self._rank.call = Call(self._axis, number, verb, shape, dtype, peer, tag)
+        self._rank.calls.append(call)
 
     def leave(self) -> None:
         """See `transport.Lane`."""
@@ -153,6 +158,8 @@ class Room:
         self.failed = -1  # the rank in which it happens
         self.raised = False
         self.moves = 0  # grows with every message that is posted
+        self.turns = 0  # grows with every turn, also where a rank has the next one, too
+        self.holder: Rank | None = None  # of the baton
         self.empty = threading.Event()  # all have left
         self._main = sys.modules["__main__"]
 
@@ -251,6 +258,7 @@ class Room:
         return None
 
     def _give(self, rank: Rank) -> None:
+        self.holder = rank
         sys.modules["__main__"] = self._main if rank.main is None else rank.main
         rank.turn.release()
 
@@ -260,6 +268,7 @@ class Room:
 
     def _carry_on(self, rank: Rank) -> None:
         """Go on unless the run has failed: then raise the error in its rank, once, and unwind the others."""
+        self.turns += 1
         if self.error is None:
             return
         if self.failed == rank.number and not self.raised:

@@ -17,7 +17,7 @@ import sys
 import time
 from threading import get_ident
 
-from mpitrain.comm.board_file import BoardFile
+from mpitrain.comm.board_file import BoardFile, Process
 from mpitrain.comm.page import (
     CALLS,
     CODE,
@@ -31,9 +31,9 @@ from mpitrain.comm.page import (
     RING,
     RUNNING,
     SINCE,
-    SITE,
     SPOKE,
     STATE,
+    STEP,
     UNKNOWN_CODE,
     WAITING,
     Gone,
@@ -79,6 +79,15 @@ class FlightBoard:
         words[RANK], words[CODE], words[SINCE] = rank, UNKNOWN_CODE, time.monotonic_ns()
         words[STATE] = RUNNING
 
+    @property
+    def step(self) -> int:
+        """The step that this rank is in, counted from 1 over all starts of the run; 0 before the first."""
+        return self.page.words[STEP]
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.page.words[STEP] = number
+
     def open(self, axis: str, ranks: tuple[int, ...]) -> BoardLane:
         """The lane of a communicator; the n-th with the same name and ranks meets the n-th of the other members."""
         count = self._opened[axis, ranks] = self._opened.get((axis, ranks), 0) + 1
@@ -94,7 +103,7 @@ class FlightBoard:
     def leave(self, code: int, *, spoke: bool, where: str) -> None:
         """Say that this rank enters no more calls."""
         self.current = None
-        self.page.set_site(where)
+        self.page.set_site(where, self.page.moment_of(LEFT))
         words = self.page.words
         words[CODE], words[SPOKE], words[SINCE] = code, spoke, time.monotonic_ns()
         words[STATE] = LEFT
@@ -105,6 +114,10 @@ class FlightBoard:
         if page is None:
             return self.remote.get(rank)
         return page.gone() if page.state == LEFT else None
+
+    def process(self, rank: int) -> Process:
+        """See `BoardFile.process`; of a rank of this host."""
+        return self.file.process(self._index[rank])
 
     def is_dead(self, rank: int) -> bool:
         """True if a rank of this host ended without saying so."""
@@ -186,7 +199,6 @@ class BoardLane:
                 words[channel.word] = number
         words[CALLS] = words[CURRENT] = ordinal
         words[SINCE] = now
-        memory[SITE] = 0
         words[STATE] = WAITING
         board.current = (channel, number, ordinal, get_ident())
 

@@ -11,18 +11,33 @@ import mmap
 import os
 import secrets
 import stat
+import struct
 import tempfile
 import threading
 import time
+from typing import NamedTuple
 
 from mpitrain.comm.page import PAGE, Page, stable_hash
 
 _CLAIMS = PAGE // 8 - 1
+_FLOCK = "hhqqi4x"  # Linux's struct flock: type, whence, start, length, process
 
 
 def _folders() -> tuple[str, str]:
     """Where boards are made: in memory, or else where temporary files go."""
     return "/dev/shm", tempfile.gettempdir()
+
+
+class Process(NamedTuple):
+    """What the kernel knows of the owner of a page.
+
+    Attributes:
+        number: its process id as this process sees it; 0: unknown.
+        state: R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger, Z is dead; "" unknown.
+    """
+
+    number: int
+    state: str
 
 
 class BoardFile:
@@ -94,6 +109,16 @@ class BoardFile:
             return False
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index * PAGE)
         return True
+
+    def process(self, index: int) -> Process:
+        """The owner of another rank's page."""
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, index * PAGE, 1, 0)
+        try:
+            number = struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[-1]
+            with open(f"/proc/{number}/stat", encoding="utf-8", errors="replace") as file:
+                return Process(number, file.read().rpartition(") ")[2][:1])
+        except (OSError, struct.error):  # not Linux, or a process that cannot be seen from here
+            return Process(0, "")
 
     def claim(self, text: str) -> bool:
         """True for the first rank of this host that claims `text`, so that what all know is said once."""

@@ -3,8 +3,9 @@
 MPI_Finalize, which mpi4py calls at exit, waits for all ranks; so a rank that ends early, by an exception or by
 sys.exit, usually leaves the job hanging.  The guard owns the end of every rank of a job with more than one:
 
-    an exception, in any thread    its traceback is printed once, and all ranks end at once
-    a UserError                    its message is printed once, and the ranks end with code 2, together if all raise it
+    an exception, in any thread    its traceback is printed once, with rank and step, and all ranks end at once
+    a UserError                    its message is printed once, and the ranks end with its code (2 for most), together
+                                   if all raise it
     sys.exit(n), raise SystemExit,
     the end of the script          the rank posts LEFT on the flight board and waits until all others left too; whoever
                                    waits for it meanwhile ends the job (watch.py)
@@ -39,7 +40,6 @@ from mpitrain.comm.site import site_of
 from mpitrain.comm.watch import Watch, say
 from mpitrain.errors import UserError
 
-USER_ERROR_CODE = 2
 INTERRUPTED_CODE = 128 + signal.SIGINT
 PATIENCE = 5.0  # seconds that a rank which left with an error gives the others to leave too
 NEWS_AFTER = 1.0  # seconds until a rank that left tells the other hosts, and says what rank 0's host did not say
@@ -110,10 +110,10 @@ class Guard:
         try:
             if isinstance(error, UserError):
                 atexit.unregister(self._at_exit)
-                self._leave(USER_ERROR_CODE, f"{kind.__name__}: {error}\n")
+                self._leave(error.exit_code, f"{kind.__name__}: {error}\n")
                 atexit._run_exitfuncs()
                 _flush()
-                self._hard_exit(USER_ERROR_CODE)
+                self._hard_exit(error.exit_code)
             self._print(kind, error, trace, self._excepthook, sys.__excepthook__)
         finally:
             self._post(1, spoke=True)
@@ -124,15 +124,15 @@ class Guard:
         if os.getpid() != self._pid or issubclass(kind, SystemExit) or error is None:
             self._thread_excepthook(args)
             return
-        is_users = isinstance(error, UserError)
+        code = error.exit_code if isinstance(error, UserError) else 1
         try:
-            if is_users:
+            if isinstance(error, UserError):
                 self._say_once(f"{kind.__name__}: {error}\n")
             else:
                 self._print(kind, error, args.exc_traceback)
         finally:
             self._post(1, spoke=True)
-            self._lifeline.abort(USER_ERROR_CODE if is_users else 1)
+            self._lifeline.abort(code)
 
     # -- what they share
 
@@ -192,18 +192,20 @@ class Guard:
         hook: Callable[..., Any] | None = None,
         plain_hook: Callable[..., Any] | None = None,
     ) -> None:
-        """`[rank 3] Traceback ...`, unless a rank of this host printed the very same; a user's own hook comes first."""
+        """`[rank 3, step 12] Traceback ...`, unless a rank of this host printed the same; a user's hook comes first."""
+        step = self._board.step
+        head = f"[rank {self._board.rank}{f', step {step}' if step else ''}]"
         try:
             text = "".join(traceback.format_exception(kind, error, _without_runner(trace)))
             if not self._board.claim(text):
                 return
             if hook is not None and hook is not plain_hook:
-                say(f"[rank {self._board.rank}]\n")
+                say(f"{head}\n")
                 hook(kind, error, trace)
             else:
-                say(f"[rank {self._board.rank}] {text}")
+                say(f"{head} {text}")
         except BaseException:  # no memory left even for this
-            os.write(2, b"[rank %d] %s\n" % (self._board.rank, kind.__name__.encode()))
+            os.write(2, b"%s %s\n" % (head.encode(), kind.__name__.encode()))
 
     def _die_with_launcher(self) -> None:
         """Have the kernel kill this rank when the launcher dies (Open MPI's ranks would live on)."""

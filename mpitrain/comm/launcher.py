@@ -7,13 +7,16 @@ before the first message.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from mpitrain.errors import LaunchError
+from mpitrain.options import show
 
 # Open MPI; MPICH, Intel MPI and Slurm's pmi2; MVAPICH.  mpirun inside a Slurm step sets its own beside Slurm's.
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANK = ("PMIX_RANK", "PMI_RANK")
+_DIGITS = re.compile("[0-9]{1,9}")  # str.isdigit takes more for a digit than int does
 
 
 def announced(environ: Mapping[str, str]) -> tuple[str, int] | None:
@@ -45,7 +48,7 @@ def announced(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def is_first(environ: Mapping[str, str]) -> bool:
     """Whether this process is the first of its job, as far as its launcher says; True where nothing says anything."""
     for name in ("OMPI_COMM_WORLD_RANK", *_RANK, "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
+        if _DIGITS.fullmatch(environ.get(name, "")):
             return int(environ[name]) == 0
     return True
 
@@ -68,6 +71,11 @@ def check_size(environ: Mapping[str, str], size: int) -> None:
     """
     found = announced(environ)
     wanted = _number(environ, "MPITRAIN_NP")
+    if not wanted and environ.get("MPITRAIN_NP"):
+        raise LaunchError(
+            f"MPITRAIN_NP={show(environ['MPITRAIN_NP'])}: must be the number of ranks that were started.\n"
+            "  Unset it, or start with ./run_mpi.sh -n RANKS, which sets it."
+        )
     if found is not None and (found[1] > size or (found[1] < size and found[0] not in _RANK)):
         raise LaunchError(
             f"the launcher started {_at_least(found)} ranks ({found[0]}={environ[found[0]]}), but MPI sees {size}:"
@@ -102,4 +110,4 @@ def _way_out(found: tuple[str, int]) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "").strip()
-    return int(text) if text.isdigit() else 0
+    return int(text) if _DIGITS.fullmatch(text) else 0

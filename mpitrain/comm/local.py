@@ -26,13 +26,14 @@ from typing import Any
 
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.baton import Rank, RankStopped, Room
+from mpitrain.comm.stalled import Glance
 from mpitrain.comm.threads import Group, LocalTransport
 from mpitrain.comm.transport import Mode, Transport
-from mpitrain.comm.world import SURROUNDING, World
+from mpitrain.comm.world import World, surround
 from mpitrain.errors import CommError, LaunchError, UserError
 
 GLANCE = 0.2  # seconds between looks for signals
-_USER_ERROR, _INTERRUPTED = 2, 130  # exit codes, as under MPI
+_INTERRUPTED = 130  # exit code, as under MPI
 LINGER = 5.0  # seconds that ranks have to unwind after one has failed
 
 
@@ -41,12 +42,14 @@ class LocalWorld:
 
     Args:
         size: number of ranks.
-        timeout: seconds after which ranks that only poll, while no message moves, are given up.
+        timeout: seconds after which ranks that only poll, while no message moves, are given up, and a rank that
+            computes on while others wait for it.
         wrap: puts a transport of another behaviour around each rank's (delays, records).
         limit: elements above which messages are cut (`Mode.limit`).
 
     Attributes:
         failed: the rank that ended the last run; -1 if none did.
+        failed_step: the step that it was in, 0 before the first.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class LocalWorld:
         self.wrap = wrap
         self.limit = limit
         self.failed = -1
+        self.failed_step = 0
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(*args)` on every rank.
@@ -74,7 +78,7 @@ class LocalWorld:
 
         Raises:
             BaseException: what the first rank that failed raised; `failed` is that rank.
-            CommError: no rank could go on; says where each stands.
+            CommError: no rank could go on, or one went on for longer than the limit; says where each stands.
         """
         return self._run([None] * self.size, lambda rank: function(*args))
 
@@ -87,15 +91,18 @@ class LocalWorld:
             rank.main = main
             world = self._world(group, rank)
             context = contextvars.copy_context()
-            context.run(SURROUNDING.set, world)
+            context.run(surround, world)
             target = (_live, rank, body, results)
             threads.append(threading.Thread(target=context.run, args=target, name=f"rank {rank.number}", daemon=True))
         for thread in threads:
             thread.start()
         try:
             room.start()
-            while not room.empty.wait(GLANCE):
-                pass  # a signal that came just before a wait without end would be seen at its end only
+            glance = Glance(room)
+            while not room.empty.wait(
+                GLANCE
+            ):  # a signal that came just before an endless wait would be seen at its end
+                glance()
             for thread in threads:
                 thread.join()
         except BaseException as error:  # Ctrl-C: the rank that runs notices at its next message
@@ -103,6 +110,7 @@ class LocalWorld:
             room.empty.wait(LINGER)
             raise
         self.failed = room.failed
+        self.failed_step = room.ranks[room.failed].step if room.failed >= 0 else 0
         if room.error is not None:
             raise room.error
         return results
@@ -181,7 +189,7 @@ def run_script(
         print(f"rank {local.failed} of {size} ended all ranks with exit code {status}", file=sys.stderr)
         return status
     except BaseException as error:
-        _report(error, local.failed, size)
+        _report(error, local, size)
         return _status(error)
     finally:
         sys.argv, sys.path = before
@@ -217,13 +225,14 @@ def _status(error: BaseException) -> int:
     """As under MPI, where a deadlock is ended from outside and counts as a crash."""
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED
-    return _USER_ERROR if isinstance(error, UserError) and not isinstance(error, CommError) else 1
+    return error.exit_code if isinstance(error, UserError) and not isinstance(error, CommError) else 1
 
 
-def _report(error: BaseException, rank: int, size: int) -> None:
+def _report(error: BaseException, local: LocalWorld, size: int) -> None:
     """Print what ended the run, without our own frames."""
     sys.stdout.flush()
-    where = f"rank {rank} of {size}: " if rank >= 0 else ""
+    step = f", step {local.failed_step}" if local.failed_step else ""
+    where = f"rank {local.failed} of {size}{step}: " if local.failed >= 0 else ""
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return

@@ -56,7 +56,7 @@ class Mesh:
         dp = _fit(world, pp, dp, cp, tp, ep)
         self.world = world
         self.sizes: Mapping[str, int] = {"pp": pp, "edp": dp // ep, "ep": ep, "cp": cp, "tp": tp}
-        self.coords: Mapping[str, int] = self._coords(world.rank)
+        self.coords: Mapping[str, int] = self.coords_of(world.rank)
         self._merged: dict[tuple[str, ...], Communicator] = {}
         self.pp, self.edp, self.ep, self.cp, self.tp = (self._axis((axis,)) for axis in ATOMIC_AXES)
         self.dp = self._axis(("edp", "ep"))
@@ -104,7 +104,8 @@ class Mesh:
             rank = rank * self.sizes[axis] + coords.get(axis, 0)
         return rank
 
-    def _coords(self, rank: int) -> dict[str, int]:
+    def coords_of(self, rank: int) -> dict[str, int]:
+        """The coordinates of a world rank."""
         coords = {}
         for axis in reversed(ATOMIC_AXES):
             rank, coords[axis] = divmod(rank, self.sizes[axis])

@@ -37,6 +37,7 @@ from mpitrain.comm.page import PROBED
 from mpitrain.comm.transport import Board, NoBoard, Transport
 from mpitrain.comm.watch import Watch
 from mpitrain.errors import LaunchError
+from mpitrain.options import show
 
 PROBE_BYTES, PROBE_SECONDS = 1 << 20, 0.05
 PROBE_PATIENCE = 0.15  # seconds, where the receiver can say at once that the message is there
@@ -141,7 +142,7 @@ def _start_timeout() -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= threading.TIMEOUT_MAX:
             return float(text)
-    raise LaunchError(f"MPITRAIN_START_TIMEOUT={text}: must be a number of seconds above 0.")
+    raise LaunchError(f"MPITRAIN_START_TIMEOUT={show(text)}: must be a number of seconds above 0.")
 
 
 def _library_name(version: str) -> str:

@@ -1,6 +1,7 @@
 """The page of one rank on the flight board: words in shared memory, written by its owner and read by all.
 
-    state, exit code, site          RUNNING | WAITING | LEFT
+    state, exit code                RUNNING | WAITING | LEFT
+    site                            where in the program that is, as its own look found it (watch.py)
     32 calls                        what it called last, and the one it waits in
     channels                        how often it entered each
 
@@ -20,11 +21,12 @@ import numpy as np
 NEW, RUNNING, WAITING, LEFT = range(4)
 UNKNOWN_CODE = -1  # the exit code of a rank that left without telling it
 KEPT_CALLS = 32
+FROM = " < "  # between a place and the one that it was called from
 
 # The page, in 8-byte words.  Text and site are bytes.
 PAGE = 16384
-STATE, CODE, SPOKE, CALLS, CURRENT, SINCE, _CHANNELS, _TEXT, RANK, PROBED = range(10)
-SITE, _SITE_SIZE = 16 * 8, 128  # bytes
+STATE, CODE, SPOKE, CALLS, CURRENT, SINCE, _CHANNELS, _TEXT, RANK, PROBED, MOMENT, LOOKED, STEP = range(13)
+SITE, _SITE_SIZE = 16 * 8, 256  # bytes
 RING = SITE + _SITE_SIZE
 DIMS = 6
 ENTRY = struct.Struct(f"<{8 + DIMS}q")  # ordinal channel number verb dtype pair since ndim sizes[DIMS]
@@ -46,6 +48,11 @@ def pair_word(peer: int, partner: int, tag: int) -> int:
         tag: of the message.
     """
     return (peer << _RANK_BITS | partner) << _TAG_BITS | tag
+
+
+def innermost(trail: str) -> str:
+    """The first place of a trail (`site.trail_of`)."""
+    return trail.partition(FROM)[0].partition(",")[0]
 
 
 def answer_key(key: int) -> int:
@@ -134,11 +141,13 @@ class Page:
         self.words[_TEXT] = at + 1 + len(data)
         return at
 
-    def set_site(self, text: str) -> None:
-        """Where the current call was made, or the rank left."""
+    def set_site(self, text: str, moment: int) -> None:
+        """Where in the program the rank is, or where it left; of which `moment` that is told."""
         data = text.encode()[: _SITE_SIZE - 1]
+        self.words[MOMENT] = -1
         self.memory[SITE] = len(data)
         self.memory[SITE + 1 : SITE + 1 + len(data)] = data
+        self.words[MOMENT] = moment
 
     # -- read by all
 
@@ -153,8 +162,32 @@ class Page:
         return self.words[SINCE]
 
     @property
+    def looked(self) -> int:
+        """When its owner's look last ran, by the same clock; 0: never."""
+        return self.words[LOOKED]
+
+    @property
+    def moment(self) -> int:
+        """A number for what the rank does now: its n-th call, what comes after that, or the end."""
+        return self.moment_of(self.words[STATE])
+
+    def moment_of(self, state: int) -> int:
+        """The same, if it were in another state."""
+        return 4 * self.words[CALLS] + state
+
+    @property
     def site(self) -> str:
-        """See `set_site`; empty if not known."""
+        """The innermost place of the current moment, `train.py:40`; empty if not known."""
+        return innermost(self.trail)
+
+    @property
+    def trail(self) -> str:
+        """The same with the places that it was called from; see `set_site`."""
+        return self.last_trail if self.words[MOMENT] == self.moment else ""
+
+    @property
+    def last_trail(self) -> str:
+        """What was set last, of whatever moment that was."""
         size = self.memory[SITE]
         return bytes(self.memory[SITE + 1 : SITE + 1 + size]).decode(errors="replace")
 
@@ -201,6 +234,10 @@ class Page:
     def gone(self) -> Gone:
         """What a page in state LEFT says."""
         return Gone(self.words[CODE], bool(self.words[SPOKE]), self.site, self.counts())
+
+    def copy(self) -> Page:
+        """As it is now: what is told from one copy goes together, as far as its owner wrote it at once."""
+        return Page(memoryview(bytearray(self.memory)))
 
 
 def stable_hash(*parts: object) -> int:

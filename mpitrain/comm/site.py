@@ -12,6 +12,8 @@ import sys
 from itertools import islice
 from types import FrameType
 
+from mpitrain.comm.page import FROM
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _PARTS = ("comm/", "autograd/", "nn/", "debug/", "collectives.py", "events.py", "pipeline/hunter.py")
 _PLUMBING = tuple(_PACKAGE + part for part in _PARTS)
@@ -32,6 +34,29 @@ def site_of(frame: FrameType | None) -> str:
     """
     caller = caller_of(frame)[0]
     return "?" if caller is None else f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+
+
+def trail_of(frame: FrameType | None, most: int = 5) -> str:
+    """`site_of`, and where that was called from: `tokens.py:88 < train.py:243,201 < train_gpt.py:12`.
+
+    Args:
+        frame: as in `site_of`.
+        most: files that are told, with their lines.
+    """
+    places: list[str] = []
+    before = ""
+    frame = caller_of(frame)[0]
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == before:
+            places[-1] += f",{frame.f_lineno}"
+        elif len(places) == most:
+            break
+        elif not path.startswith((*_PLUMBING, "<frozen")) and not path.endswith("/threading.py"):
+            before = path
+            places.append(f"{os.path.basename(path)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return FROM.join(places) or "?"
 
 
 def caller_of(frame: FrameType | None) -> tuple[FrameType | None, int]:

@@ -198,10 +198,12 @@ class Board(Protocol):
     Attributes:
         limit: seconds after which waiting is a hang.
         run_folder: where boards of several hosts can be read by each other; None: nowhere.
+        step: the step that the rank is in, counted from 1, for reports; 0 before the first.
     """
 
     limit: float
     run_folder: str | None
+    step: int
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
         """The lane of the communicator named `axis` whose members are the world's `ranks`."""
@@ -213,6 +215,7 @@ class NoBoard:
 
     limit = 300.0
     run_folder: str | None = None
+    step = 0
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
         """Itself."""

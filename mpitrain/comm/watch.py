@@ -7,15 +7,14 @@ somebody notices:
     CommError: rank 1 left with exit code 3 at train.py:40, but rank 0 waits for it in all_reduce on world, call 41,
       (4, 512) float32, at sequence.py:71.
 
-    CommError: no answer for 300 s (--timeout).
-      ranks 0,1,3 wait in all_reduce on tp, call 41, (4, 512) float32, at sequence.py:71 (for 300 s)
-      rank 2 runs since 302 s, after all_gather on tp, call 40, (2, 512) float32
-
     CollectiveMismatch: ranks wait for each other, none can go on.
       rank 0 waits in all_reduce on world, call 12, (2,) float64, at executor.py:170
       rank 1 waits in all_reduce on dp, call 8, (3,) float64, at train.py:14
 
-Everything is read from the flight board; the look sends nothing.
+    CommError: no answer for 300 s (--timeout).  Rank 2 is behind: it is in no call.        (more in hang.py)
+
+The look also posts where in the program its rank is, so that others can tell when that one answers no more.  Everything
+is read from the flight board; the look sends nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +23,21 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from mpitrain.comm.board import Channel, FlightBoard
+from mpitrain.comm.copies import SILENCE, Copies
 from mpitrain.comm.cycle import Ring, ring
+from mpitrain.comm.hang import DEBUGGED, MAX_LINES, SILENT, STOPPED, Hang, Seen
 from mpitrain.comm.lifeline import Lifeline
-from mpitrain.comm.page import LEFT, NEW, PAGE, UNKNOWN_CODE, Gone, Page
-from mpitrain.comm.places import by_place, named
-from mpitrain.comm.site import site_of
+from mpitrain.comm.page import LEFT, LOOKED, UNKNOWN_CODE, WAITING, Gone
+from mpitrain.comm.site import trail_of
 
 LOOK_SECONDS = 0.5
-COPY_SECONDS = 2.0
+LATE = 1.0  # seconds: of more that passed between two looks this process was asleep, and the time is not counted
 SEND_SECONDS = 5.0
 HEAD_START = 1.0  # seconds that a rank which has nothing to say leaves to the one that speaks
-MAX_LINES = 5
+_STILL = {"T": STOPPED, "t": DEBUGGED}  # by the kernel's letter for the state of a process
 
 
 class Watch:
@@ -50,7 +51,10 @@ class Watch:
         self._suspect: tuple[int, int] | None = None  # (call, partner) of the last look
         self._ring: Ring | None = None  # of the last look
         self._ring_since = 0.0
-        self._next_copy = 0.0
+        self._copies = Copies(board.rank)
+        self._ordinal = 0  # of the call whose waiting is counted
+        self._waited = 0.0  # seconds of it
+        self._gap = 0.0  # seconds between the last two looks
         self._thread = threading.Thread(target=self._run, name="mpitrain-look", daemon=True)
 
     def start(self) -> None:
@@ -62,6 +66,8 @@ class Watch:
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
+        if self._board.run_folder is not None and len(self._board.pages) < len(self._board.hosts):
+            self._copies.remove(self._board.run_folder)
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
@@ -71,16 +77,14 @@ class Watch:
         """One look."""
         board = self._board
         board.remote.update(self._lifeline.hear())
-        self._copy()
         waiting = board.current
+        self._post(threading.main_thread().ident if waiting is None else waiting[3])
+        if board.run_folder is not None and len(board.pages) < len(board.hosts):
+            self._copies.write(board.run_folder, board.page)
         if waiting is None:
             self._suspect = self._ring = None
             return
-        channel, number, ordinal, thread = waiting
-        if not board.page.site:
-            site = site_of(sys._current_frames().get(thread))
-            if board.current is waiting:
-                board.page.set_site(site)
+        channel, number, ordinal, _ = waiting
         missing = self._missing(channel, number)
         if missing is not None and self._suspect == (ordinal, missing[0]) and board.current is waiting:
             self._report_missing(*missing)
@@ -90,8 +94,32 @@ class Watch:
             self._ring, self._ring_since = found, time.monotonic()
         elif time.monotonic() - self._ring_since >= self._proof_seconds(found) and board.current is waiting:
             self._report_ring(found)
-        if time.monotonic_ns() - board.page.since > board.limit * 1e9 and board.current is waiting:
-            self._report_hang()
+        if self._seconds_in(ordinal) > board.limit and board.current is waiting:
+            self._report_hang(channel)
+
+    def _post(self, thread: int | None) -> None:
+        """Post where in the program a thread of this rank is, unless that is known already."""
+        page = self._board.page
+        before, moment = page.looked, page.moment
+        now = page.words[LOOKED] = time.monotonic_ns()
+        self._gap = (now - before) / 1e9
+        if thread is None or page.state == LEFT or (page.state == WAITING and page.trail):  # a call stays where it is
+            return
+        trail = trail_of(sys._current_frames().get(thread))
+        if page.moment == moment:
+            page.set_site(trail, moment)
+
+    def _seconds_in(self, ordinal: int) -> float:
+        """How long this rank has waited in its call while it was awake.
+
+        A job that somebody suspends stands still as a whole, and goes on where it was.
+        """
+        since = (time.monotonic_ns() - self._board.page.since) / 1e9
+        if ordinal != self._ordinal:
+            self._ordinal, self._waited = ordinal, min(since, LATE)
+        else:
+            self._waited += min(self._gap, LATE)
+        return min(self._waited, since)
 
     def _missing(self, channel: Channel, number: int) -> tuple[int, Gone | None] | None:
         """A partner who will never enter the call: (rank, how it left, or None if it died without a word)."""
@@ -124,14 +152,12 @@ class Watch:
         self._end(f"left {rank}", text, code, silent=gone is not None and gone.spoke)
 
     def _report_ring(self, found: Ring) -> None:
-        lines = [f"  rank {rank} {_place(self._board.pages[rank]).replace('wait', 'waits', 1)}" for rank, _ in found]
+        here, now = self._board.pages, time.monotonic_ns()
+        lines = [f"  rank {rank} {one}{rest}" for rank, _ in found for one, _, rest in [Seen(here[rank], now).place()]]
         if len(lines) >= MAX_LINES:
             lines[MAX_LINES - 2 :] = [f"  and {len(lines) - MAX_LINES + 2} more ranks"]
         text = "\n".join(["CollectiveMismatch: ranks wait for each other, none can go on.", *lines]) + "\n"
         self._end("ring", text, 1)
-
-    def _report_hang(self) -> None:
-        self._end("hang", self.hang_report(), 1)
 
     def _end(self, what: str, text: str, code: int, *, silent: bool = False) -> None:
         """Say `text` once, then end the job; ranks of rank 0's host speak first."""
@@ -143,62 +169,25 @@ class Watch:
             time.sleep(HEAD_START)
         self._lifeline.abort(code)
 
-    def hang_report(self) -> str:
-        """Where every rank is, ranks in the same place together; at most five lines."""
+    def _report_hang(self, channel: Channel) -> None:
+        hang = self.hang(channel.partners)
+        path = hang.write(self._board.run_folder)
+        self._end("hang", "\n".join([*hang.head(), *hang.rest(path)]) + "\n", 1)
+
+    def hang(self, partners: Sequence[int]) -> Hang:
+        """What can be seen now of all ranks; `partners` of the call that this one waits in."""
         board = self._board
         now = time.monotonic_ns()
-        pages = {rank: (page, now) for rank, page in board.pages.items()} | self._copies()
-        places = by_place((rank, _place(page)) for rank, (page, _) in sorted(pages.items()))
-        seconds = {rank: (then - page.since) / 1e9 for rank, (page, then) in pages.items()}
-        lines = []
-        for place, ranks in places.items():
-            verb = place if len(ranks) > 1 else place.replace("wait ", "waits ", 1).replace("run", "runs", 1)
-            lines.append(f"  {named(ranks)} {verb} (for {max(seconds[rank] for rank in ranks):.0f} s)")
-        unseen = len(board.hosts) - len(pages)
-        if unseen:
-            lines.append(f"  {unseen} ranks on other hosts are not seen from here (a run folder would show them)")
-        if len(lines) >= MAX_LINES:
-            lines[MAX_LINES - 2 :] = [f"  and {len(lines) - MAX_LINES + 2} more places"]
-        return "\n".join([f"CommError: no answer for {board.limit:g} s (--timeout).", *lines]) + "\n"
-
-    # -- copies for the reports of other hosts
-
-    def _copy(self) -> None:
-        board, now = self._board, time.monotonic()
-        if board.run_folder is None or now < self._next_copy or len(board.pages) == len(board.hosts):
-            return
-        self._next_copy = now + COPY_SECONDS
-        folder = os.path.join(board.run_folder, "board")
-        data = time.monotonic_ns().to_bytes(8, "little") + bytes(board.page.memory)
-        try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            fd = os.open(_copy_path(folder, board.rank), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                os.pwrite(fd, data, 0)
-            finally:
-                os.close(fd)
-        except OSError:  # a full disk must not end a training that goes well: the report will lack this rank
-            pass
-
-    def _copies(self) -> dict[int, tuple[Page, int]]:
-        """Pages of other hosts' ranks, each with the clock of its own host when it was copied."""
-        board = self._board
-        found: dict[int, tuple[Page, int]] = {}
-        if board.run_folder is None:
-            return found
-        for rank in range(len(board.hosts)):
-            if rank in board.pages:
-                continue
-            try:
-                with open(_copy_path(os.path.join(board.run_folder, "board"), rank), "rb") as file:
-                    data = bytearray(file.read(PAGE + 9))
-                if len(data) == PAGE + 8:
-                    page = Page(memoryview(data)[8:])
-                    _place(page)
-                    found[rank] = (page, int.from_bytes(data[:8], "little"))
-            except (OSError, ValueError, IndexError):  # not there, or not a page
-                continue
-        return found
+        seen = {}
+        for rank, page in board.pages.items():
+            state = board.process(rank).state if rank != board.rank else ""
+            seen[rank] = Seen(page.copy(), now, _STILL.get(state, ""))
+        if board.run_folder is not None and len(seen) < len(board.hosts):
+            self._copies.write(board.run_folder, board.page, now=True)
+            others = [rank for rank in range(len(board.hosts)) if rank not in seen]
+            for rank, (page, clock, age) in self._copies.read(board.run_folder, others).items():
+                seen[rank] = Seen(page, clock, SILENT if age > SILENCE else "", age)
+        return Hang(board.limit, board.rank, partners, seen, len(board.hosts))
 
 
 def say(text: str) -> None:
@@ -209,22 +198,3 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except Exception:
         os.write(2, text.encode(errors="replace"))
-
-
-def _place(page: Page) -> str:
-    """What a rank does, in words that are equal for ranks that do the same."""
-    state = page.state
-    if state == LEFT:
-        code = page.gone().code
-        return "left" + (f" with exit code {code}" if code != UNKNOWN_CODE else "")
-    call = page.current()
-    if call is not None:
-        return f"wait in {call}" + (f", at {page.site}" if page.site else "")
-    last = page.calls()[-1:]
-    if state == NEW or not last:
-        return "run and never entered a call"
-    return f"run, after {last[0]}"
-
-
-def _copy_path(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"rank-{rank:05d}.page")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from mpitrain import faults
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.launcher import announced, check_size
@@ -110,6 +111,7 @@ def world(start_timeout: float | None = None) -> World:
             MPITRAIN_START_TIMEOUT, else 300.
 
     Raises:
+        ConfigError: the environment's MPITRAIN_FAULTS is none (`mpitrain.faults.parse`).
         LaunchError: the launcher started another number of ranks than MPI sees, or MPI cannot be loaded.
         CommError: called in a thread that belongs to no rank.
 
@@ -122,9 +124,22 @@ def world(start_timeout: float | None = None) -> World:
                 "world() was called in a thread that belongs to no rank.  Start the thread with the rank's context:\n"
                 "  threading.Thread(target=contextvars.copy_context().run, args=(function,))"
             )
+        if text := os.environ.get(faults.VARIABLE, ""):
+            faults.parse(text, faults.VARIABLE)  # refused before MPI starts
         found = _find(start_timeout)
-        SURROUNDING.set(found)
+        surround(found)
     return found
+
+
+def surround(found: World) -> None:
+    """Make a world the surrounding one of this context, in which the environment's MPITRAIN_FAULTS happen.
+
+    Raises:
+        ConfigError: a fault is of a rank that does not exist.
+    """
+    SURROUNDING.set(found)
+    if text := os.environ.get(faults.VARIABLE, ""):
+        faults.begin(text, found, faults.VARIABLE)
 
 
 def _find(start_timeout: float | None) -> World:

@@ -296,7 +296,7 @@ class Tokens:
             raise DataError(
                 f"{self.corpus.source}: token {largest:,} is not below the declared vocabulary of {self.vocab_size:,}."
             )
-        inputs, targets = np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:])
+        inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()  # of one row both would be the same memory
         inputs[padded], targets[padded] = 0, IGNORE
         return inputs, targets
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import is_half
+from mpitrain.datasets import lay_out
 from mpitrain.errors import StoreError
 
 PREFIX, SUFFIX = "mpitrain-store-", ".h5"
@@ -131,23 +131,8 @@ def _lay_out(path: Path, regions: Sequence[tuple[str, int, Any]]) -> dict[str, i
     """Make the datasets; the place of each in the file."""
     import h5py
 
-    offsets = {}
-    space = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    space.set_layout(h5py.h5d.CONTIGUOUS)
-    space.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    space.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
     with h5py.File(path, "w", locking=False) as file:  # the lock is ours already
-        for name, elements, dtype in regions:
-            if not elements:
-                continue
-            stored = np.dtype(dtype)
-            stored = np.dtype(np.uint16) if is_half(stored) and stored.kind != "f" else stored  # HDF5 has no bfloat16
-            kind, extent = h5py.h5t.py_create(stored, logical=True), h5py.h5s.create_simple((elements,))
-            dataset = h5py.h5d.create(file.id, name.encode(), kind, extent, dcpl=space, lcpl=links)
-            offsets[name] = dataset.get_offset()
-    return offsets
+        return lay_out(file, [(name, (elements,), dtype) for name, elements, dtype in regions])
 
 
 def _reserve(descriptor: int) -> None:

@@ -46,6 +46,7 @@ class Reducer:
         over_ends: tied parameters whose gradients `finish` has also summed over the two ends of the pipeline.
         apart: axes along which weights may differ between updates, though their parameters are the same there.
         another_run: why a layout is not the same training run with it; "" where it is.
+        at_rest: whether `join` would change nothing just now.
     """
 
     every_walk: bool = False
@@ -55,6 +56,7 @@ class Reducer:
     over_ends: Collection[Parameter] = ()
     apart: tuple[str, ...] = ()
     another_run: str = ""
+    at_rest: bool = True
 
     def counted(self, targets: int, of_all: int) -> None:
         """So many targets has this step on this worker, and on all; told before its gradients."""

@@ -79,6 +79,10 @@ class LocalSgd(WorkerReducer):
     def made_of(self) -> Mapping[str, int]:
         return {"local_steps": self.steps, "average_moments": int(self.average_moments)}
 
+    @property
+    def at_rest(self) -> bool:  # type: ignore[override]
+        return not self.since
+
     def arrive(self) -> bool:
         self.since += 1
         self._learned += self.targets

@@ -77,6 +77,7 @@ class Executor:
         slices: lengths into which the sequences of a micro-batch are cut; None: they stay whole.
         scaler: of the gradients; None: for a float16 model a `LossScaler`, for any other none.
         policy: how what ops save waits for backward (mpitrain.memory.policy), also in second forwards; None: as it is.
+        ask: numbers of this rank at the end of a step, always as many; reports tell their sums over all ranks.
 
     Attributes:
         scaler: the one in force.
@@ -103,6 +104,7 @@ class Executor:
         slices: Sequence[int] | None = None,
         scaler: Scaler | None = None,
         policy: SavePolicy | None = None,
+        ask: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -126,7 +128,7 @@ class Executor:
         gather_units(model, mesh)
         self.reducer = reducer_of(model, mesh, reducer)
         self.reducer.scaler = self.scaler
-        self._update = Update(model, optimizer, mesh, clip, lr, versions, self.scaler, self.reducer)
+        self._update = Update(model, optimizer, mesh, clip, lr, versions, self.scaler, self.reducer, ask)
         self.versions = self._update.versions
         self.empty_steps = 0  # steps in which no rank had a valid target
         self.links = Links(mesh.pp, self.checked.placement)
@@ -184,7 +186,8 @@ class Executor:
             for batch in batches[: CHECKED_STEPS - self._steps]:
                 if isinstance(batch, Batch):
                     check_batch(batch, self.mesh)
-        run = self._running = Running(batches, self._plan(len(batches)))
+        run = self._running = Running(batches, self._plan(len(batches)), self._steps)
+        self.mesh.world.board.step = run.numbers[0]
         purity = CHECKS_PURITY.set(self.mesh.world.mode.checked)  # in the first steps, and where all is checked
         # What overflows is found by the norm, on all ranks at once; NumPy would warn of one op on one rank.
         with (
@@ -213,7 +216,7 @@ class Executor:
         empty_steps = self.empty_steps
         self.model.start_step()
         self.reducer.begin()
-        run = self._running = Running(batches, self._plan(len(batches)))
+        run = self._running = Running(batches, self._plan(len(batches)), self._steps)
         listeners, second = LISTENERS.set((listener,)), RECOMPUTING.set(True)
         try:
             for place, action in enumerate(run.plan.row):
@@ -290,7 +293,7 @@ class Executor:
         if not listeners:
             self._run(action, run, place)
             return
-        info = {"action": action, "executor": self, "batch": run.part(action)}
+        info = {"action": action, "executor": self, "batch": run.part(action), "step": run.number(action)}
         if action.kind == "F":
             info["inputs"] = self._inputs(action, run)
             info["boundary"] = self.model.boundary(action.stage, run.part(action))

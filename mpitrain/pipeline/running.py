@@ -13,7 +13,7 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
 from mpitrain.comm.request import Request
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import Action, Row
+from mpitrain.pipeline.action import PER_STEP, Action, Row
 from mpitrain.pipeline.check import Checked
 from mpitrain.pipeline.flight import Flight, Key, key_of
 from mpitrain.pipeline.update import Measured, StepReport
@@ -76,6 +76,7 @@ class Running:
     """What is alive while a row runs.
 
     Attributes:
+        numbers: of the step of each batch, counted from 1 over all starts of the run, where batches know it.
         micros: batch -> its micro-batches; parts: (micro-batch, slice) -> its tokens.
         targets, rows: batch -> targets and sequences that are no padding, over all ranks, or those of a worker if it
             learns by its own; of_all: batch -> both, over all workers then; losses: batch -> sum of this
@@ -86,9 +87,14 @@ class Running:
         at_end: whether it is at its last action, before which every message has been received.
     """
 
-    def __init__(self, batches: Sequence[Any], plan: RowPlan) -> None:
+    def __init__(self, batches: Sequence[Any], plan: RowPlan, done: int) -> None:
+        """`done`: steps that were made before, which number the batches that have no number of their own."""
         self.batches = batches
         self.plan = plan
+        self.numbers = [
+            (known if isinstance(known := getattr(batch, "step", None), int) else done + place) + 1
+            for place, batch in enumerate(batches)
+        ]
         self.micros: dict[int, list[Any]] = {}
         self.parts: dict[tuple[int | None, int], Any] = {}
         self.targets: dict[int, int] = {}
@@ -105,11 +111,14 @@ class Running:
         self.posted: dict[Action, list[Request]] = {}
         self.at_end = False
 
+    def number(self, action: Action) -> int:
+        """The number of the step that an action belongs to."""
+        once = action.kind in PER_STEP
+        return self.numbers[(action.micro or 0) if once else self.plan.batch_of(action)]
+
     def part(self, action: Action) -> Any:
         """The micro-batch of an action, or its slice; None where it has none, or it is not loaded yet."""
-        return (
-            self.parts.get((action.micro, action.part or 0)) if action.kind not in ("COUNT", "REDUCE", "STEP") else None
-        )
+        return self.parts.get((action.micro, action.part or 0)) if action.kind not in PER_STEP else None
 
     def measured(self, number: int) -> Measured:
         """What a batch of the row has measured so far."""

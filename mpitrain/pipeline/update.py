@@ -42,7 +42,8 @@ class StepReport:
     and of workers with gradients of their own the root of the mean of their squares; lr: used in this step; targets:
     how many counted; skipped: whether gradients overflowed, so that no weight was changed; scale, next_scale: of the
     gradients in this step and in the next, 1 where they have none; rows: sequences that are no padding, and counted: by
-    name what forward passes counted, both of models that count only.
+    name what forward passes counted, both of models that count only; asked: what ranks were asked at the step's end
+    (`ask` of the executor), summed over them.
     """
 
     loss: float
@@ -54,6 +55,7 @@ class StepReport:
     next_scale: float = 1.0
     rows: int = 0
     counted: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    asked: tuple[float, ...] = ()
 
 
 class Measured(NamedTuple):
@@ -106,6 +108,8 @@ class Update:
         rule: of the versions of the weights where steps overlap ("newest", "previous"); None: they do not.
         scaler: of the gradients; None: they have no scale.
         reducer: what had the gradients summed; None: nothing follows from it.
+        ask: numbers of this rank, always as many, whose sums over all ranks the report tells: whether it was asked to
+            stop, say.  They travel with the rest.
 
     Attributes:
         versions: of the weights; None where steps do not overlap.
@@ -126,6 +130,7 @@ class Update:
         rule: str | None,
         scaler: Scaler | None = None,
         reducer: Reducer | None = None,
+        ask: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         if rule == "newest" and (clip or scaler is not None or any(p.spec.tied for p in model.parameters())):
             raise ScheduleError(
@@ -147,6 +152,7 @@ class Update:
         self._lr = lr
         self._scaler = scaler
         self._reducer = Reducer() if reducer is None else reducer
+        self._ask = ask
         self._worker = mesh.merged(("pp", "ep", "cp", "tp")) if self._reducer.local else None
         self._parameters = model.shares()
         self._counted = [p for p in self._parameters if self._counts(p)]
@@ -189,7 +195,8 @@ class Update:
         inverses = [1.0] if scaler is None else [scaler.inverse(group) for group in range(scaler.groups)]
         mine = self._measure(inverses)
         mine[0] = self._once_on_tp(measured.loss)
-        found, counts = self._parted(self._mesh.world.all_reduce(np.append(mine, self._counts_of(measured))))
+        told = np.concatenate([mine, self._ask(), self._counts_of(measured)])
+        found, asked, counts = self._parted(self._mesh.world.all_reduce(told), len(mine))
         unsound = bool(found[-1])
         bad = [bool(flag) for flag in found[2:-1]]
         workers = 1 if self._worker is None else self._mesh.edp.size
@@ -197,7 +204,8 @@ class Update:
         skipped = scaler is not None and any(bad)
         shown = 1.0 if scaler is None else scaler.shown
         loss, targets = mean(found[0], measured.targets), measured.targets
-        report = StepReport(loss, norm, lr, targets, skipped, shown, shown, measured.rows, self._by_name(counts))
+        told_of = measured.rows, self._by_name(counts), asked
+        report = StepReport(loss, norm, lr, targets, skipped, shown, shown, *told_of)
         self.report = report
         if unsound:
             self._refuse(report, self._optimizer.updates, UNCHANGED, UNSOUND)
@@ -263,18 +271,19 @@ class Update:
         """
         if not self._waiting:
             return []
+        answers = self._ask()
         mine = [
-            (self._once_on_tp(measured[number].loss), *norm, *self._counts_of(measured[number]))
+            (self._once_on_tp(measured[number].loss), *norm, *answers, *self._counts_of(measured[number]))
             for number, (norm, _) in self._waiting.items()
         ]
         all_found = self._mesh.world.all_reduce(np.array(mine))
         reports = []
         for (number, (_, lr)), of_step in zip(self._waiting.items(), all_found, strict=True):
-            (loss, total, bad, unsound), counts = self._parted(of_step)
+            (loss, total, bad, unsound), asked, counts = self._parted(of_step, 4)
             norm = math.nan if bad or unsound else math.sqrt(total)
             _, targets, rows, _ = measured[number]
             report = StepReport(mean(loss, targets), norm, lr, targets, rows=rows, counted=self._by_name(counts))
-            reports.append(report)
+            reports.append(replace(report, asked=asked))
         self._waiting.clear()
         before = self._optimizer.updates - len(reports)
         for number, self.report in enumerate(reports):
@@ -295,10 +304,10 @@ class Update:
             vectors.append(measured.counts.get(name, np.zeros(length)))
         return np.concatenate(vectors)
 
-    def _parted(self, found: Array) -> tuple[Array, Array]:
-        """What ranks told each other: what every step has, and the counts."""
-        own = len(found) - self._sums
-        return found[:own], found[own:]
+    def _parted(self, found: Array, own: int) -> tuple[Array, tuple[float, ...], Array]:
+        """What ranks told each other: what every step has, what they were asked, and the counts."""
+        end = len(found) - self._sums
+        return found[:own], tuple(map(float, found[own:end])), found[end:]
 
     def _by_name(self, counts: Array) -> Mapping[str, tuple[float, ...]]:
         ends = np.cumsum([*self._model.counted.values()])

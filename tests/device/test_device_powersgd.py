@@ -22,12 +22,12 @@ def train(xp: Any, dtype: Any, folder: Path, axes: dict[str, int]) -> dict[str, 
     """Two steps, then a checkpoint that is read again; the weights and what the reducer keeps."""
     world().set_deterministic(True)
     executor, losses = checks.train(world(), checks.EXPERTS, steps=2, dtype=dtype, xp=xp, **axes)
-    reducer, parameters, coords = executor.reducer, executor.model.parameters(), executor.mesh.coords
+    reducer, parameters, mesh = executor.reducer, executor.model.parameters(), executor.mesh
     kept = {f"{kind} {name}": t.array for kind, of in reducer.state_tensors().items() for name, t in of.items()}
     assert all(isinstance(array, xp.ndarray) for array in kept.values())
-    path = checkpoint.save(folder, 2, checkpoint.slabs_of(parameters, reducer.state_tensors(), coords), {}, world())
+    path = checkpoint.save(folder, 2, checkpoint.slabs_of(parameters, reducer.state_tensors(), mesh), {}, world())
     states = reducer.state_to_fill(checkpoint.shapes(path, world()))
-    checkpoint.load(path, checkpoint.slabs_of(parameters, states, coords), world())
+    checkpoint.load(path, checkpoint.slabs_of(parameters, states, mesh), world())
     assert reducer.resumed(2) == ""
     arrays = {p.name: p.data for p in parameters} | kept
     return {"losses": np.array(losses), **{name: to_host(array) for name, array in arrays.items()}}

@@ -79,6 +79,15 @@ def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Cal
     check(run(f"{launch} {EXAMPLES}/{lesson}.py {SHORT.get(lesson, '')}"))
 
 
+def test_a_run_goes_on_from_a_checkpoint_and_a_flipped_bit_is_found(run: Callable[..., str]) -> None:
+    printed = run(f"mpitrain local -n 3 {EXAMPLES}/13_checkpoints.py")
+    check(printed)
+    found = differences(printed)
+    assert len(found) == 2
+    assert found["a weight that went on, on the same layout"] == 0.0
+    assert re.search(r"^rank-0000[0-2]\.h5 is damaged: weight/blocks\.0\.mlp\.up\.weight is not", printed, re.MULTILINE)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "lesson",

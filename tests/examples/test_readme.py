@@ -37,6 +37,9 @@ TINY = "--layers 1 --width 16 --heads 2 --seq-len 16 --batch 4 --data book.txt -
 
 MPI = "mpi"  # the small form launches MPI processes
 
+SAVED = f"python examples/train_gpt.py --run runs/a --steps 2 --stop-after 1 {TINY}"  # a run with a checkpoint
+THREE = f"python examples/train_gpt.py --run runs/a --steps 4 --save-every 1 --stop-after 3 {TINY}"  # with three
+
 COMMANDS: dict[str, tuple[str, str]] = {
     # what the documents say: how it is run here, and whether that takes MPI
     "./run_mpi.sh -n 8 examples/train_gpt.py": (f"./run_mpi.sh -n 2 examples/train_gpt.py --steps 3 {TINY}", MPI),
@@ -376,14 +379,63 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "python examples/train_gpt.py --data book.txt --model gpt-small --width 48 --seq-len 16 --batch 2 --steps 1",
         "",
     ),
+    # docs/explanation/checkpoints.md, docs/how-to/recover.md
+    "mpitrain local -n 4 examples/13_checkpoints.py": ("mpitrain local -n 2 examples/13_checkpoints.py", ""),
+    ".venv/bin/python benchmarks/checkpoint.py": (
+        f"python {ROOT}/benchmarks/checkpoint.py --small --only disk shares --rounds 1 --result small.json",
+        "",
+    ),
+    ".venv/bin/python benchmarks/checkpoint.py --write-docs": (
+        f"python {ROOT}/benchmarks/checkpoint.py --show --result none.json",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/a --resume latest": (
+        f"{SAVED}\nmpitrain local -n 4 examples/train_gpt.py --run runs/a --resume latest",
+        "",
+    ),
+    "./run_mpi.sh --restarts 3 -n 4 examples/train_gpt.py --run runs/a --steps 2000 --save-every 100": (
+        f"./run_mpi.sh --restarts 1 -n 2 examples/train_gpt.py --run runs/a --steps 2 --save-every 1 {TINY}",
+        MPI,
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/a --resume latest --save-every 100 --keep 2": (
+        f"{THREE}\npython examples/train_gpt.py --run runs/a --resume latest --save-every 1 --keep 2\n"
+        "test $(ls runs/a/checkpoints | wc -l) = 2",
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --resume runs/a/checkpoints/step-00000400 --lr 0.0003": (
+        f"{THREE}\npython examples/train_gpt.py --resume runs/a/checkpoints/step-00000001 --lr 0.0003\n"
+        "ls -d runs/a/checkpoints/given-up-1-step-00000002",
+        "",
+    ),
     # docs/how-to/save-and-resume.md, in the order of the page
     "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --steps 2000 --save-every 500": (
         f"python examples/train_gpt.py --run runs/a --steps 4 --save-every 2 {TINY}",
         "",
     ),
     "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --resume latest": (
-        f"python examples/train_gpt.py --run runs/a --steps 4 --stop-after 2 {TINY}\n"
-        "python examples/train_gpt.py --run runs/a --resume latest",
+        f"{SAVED}\npython examples/train_gpt.py --run runs/a --resume latest",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --steps 2000 --save-every 500 --resume auto": (
+        f"python examples/train_gpt.py --run runs/a --steps 2 --save-every 1 --resume auto {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/a --resume latest --save-every 100 --keep 3 --async-save": (
+        f"{SAVED}\nmpitrain local -n 2 examples/train_gpt.py --run runs/a --resume latest --save-every 1 --keep 3"
+        " --async-save",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/b --resume auto --max-seconds 7200": (
+        f"python examples/train_gpt.py --run runs/b --resume auto --max-seconds 0.1 {TINY} --steps 9 || test $? = 85\n"
+        "ls runs/b/checkpoints/step-00000001",
+        "",
+    ),
+    # docs/how-to/resume-elsewhere.md
+    "./run_mpi.sh -n 2 examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b --zero 2"
+    " --dtype bfloat16": (
+        f"mpitrain local -n 2 examples/train_gpt.py --run runs/c --steps 3 --stop-after 1 {TINY} --pp 2 --layers 2\n"
+        "mpitrain local -n 2 examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b --zero 2"
+        " --dtype bfloat16",
         "",
     ),
     "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/b --steps 2000 --stop-after 1000": (
@@ -403,6 +455,39 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "./run_mpi.sh -n 1 examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b": (
         f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --stop-after 2 {TINY} --pp 4 --layers 4\n"
         "python examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b",
+        "",
+    ),
+    # docs/reference/checkpoint-commands.md
+    "mpitrain checkpoint inspect runs/a": (f"{SAVED}\nmpitrain checkpoint inspect runs/a", ""),
+    "mpitrain checkpoint inspect runs/a/checkpoints/step-00001000 --tensors 'weight/blocks.0.mlp.*.weight'": (
+        f"{SAVED}\n"
+        "mpitrain checkpoint inspect runs/a/checkpoints/step-00000001 --tensors 'weight/blocks.0.mlp.*.weight'",
+        "",
+    ),
+    "mpitrain checkpoint verify runs/a": (f"{SAVED}\nmpitrain checkpoint verify runs/a", ""),
+    "mpitrain checkpoint diff runs/a runs/b": (
+        f"{SAVED}\n{SAVED.replace('runs/a', 'runs/b')}\nmpitrain checkpoint diff runs/a runs/b",
+        "",
+    ),
+    "mpitrain checkpoint diff runs/a runs/b --tensors 'weight/*' --tolerance 1e-6": (
+        f"{SAVED}\nmpitrain checkpoint diff runs/a runs/a --tensors 'weight/*' --tolerance 1e-6",
+        "",
+    ),
+    "mpitrain checkpoint reshard runs/a runs/c/checkpoints/step-00001000 --ranks 4": (
+        f"{SAVED}\nmpitrain checkpoint reshard runs/a runs/c/checkpoints/step-00000001 --ranks 4",
+        "",
+    ),
+    "mpitrain checkpoint reshard runs/a --one-file gpt.h5": (
+        f"{SAVED}\nmpitrain checkpoint reshard runs/a --one-file gpt.h5",
+        "",
+    ),
+    "python read_one.py": (
+        f"{SAVED}\nmpitrain checkpoint reshard runs/a --one-file gpt.h5\npython read_one.py",
+        "",
+    ),
+    "mpitrain checkpoint reshard gpt.h5 runs/d/checkpoints/step-00001000 --ranks 1": (
+        f"{SAVED}\nmpitrain checkpoint reshard runs/a --one-file gpt.h5\n"
+        "mpitrain checkpoint reshard gpt.h5 runs/d/checkpoints/step-00000001 --ranks 1",
         "",
     ),
     # docs/how-to/debug-a-hang.md
@@ -472,6 +557,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp4,zero1 --layout dp2,pp2,zero3 --first 2 any_layout.py",
         "",
     ),
+    "mpitrain local -n 2 resumable.py": (
+        "python resumable.py\nmpitrain local -n 2 resumable.py | grep -q '4 steps are done'; ls runs/own/checkpoints",
+        "",
+    ),
     "mpitrain local -n 2 bits.py": ("mpitrain local -n 2 bits.py", ""),
     "mpitrain local -n 2 bits.py --dtype bfloat16": ("python bits.py --dtype bfloat16", ""),
     "mpitrain verify --layout dp2 --layout dp4,full bits.py": (
@@ -480,6 +569,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     # docs/how-to/find-a-mismatch.md
     "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
+    # docs/how-to/inject-faults.md
+    './run_mpi.sh -n 4 examples/train_gpt.py --steps 50 --faults "kill rank=1 at=message:all_reduce step=12"': (
+        "mpitrain local -n 2 examples/train_gpt.py --steps 4 --faults 'kill rank=1 at=message:all_reduce step=2'"
+        f" {TINY} || [ $? = 137 ]; echo killed",
+        "",
+    ),
+    "./run_mpi.sh --restarts 3 -n 4 examples/train_gpt.py --run runs/f --steps 50 --save-every 10"
+    ' --faults "random seed=7 faults=2 steps=50"': (
+        "./run_mpi.sh --restarts 3 -n 2 examples/train_gpt.py --run runs/f --steps 4 --save-every 2"
+        f" --faults 'raise rank=1 at=action:STEP step=3' {TINY}",
+        MPI,
+    ),
+    'MPITRAIN_FAULTS="raise rank=1 at=message:all_reduce" mpirun -n 2 python train.py': (
+        "MPITRAIN_FAULTS='raise rank=1 at=message:all_reduce' mpitrain local -n 2 train.py || [ $? = 1 ]; echo over",
+        "",
+    ),
     # docs/how-to/run-on-a-cluster.md
     "./run_mpi.sh examples/train_gpt.py --run runs/$SLURM_JOB_ID --steps 20000 --save-every 1000": (
         f"python examples/train_gpt.py --run runs/7 --steps 4 --save-every 2 {TINY}",
@@ -493,7 +598,9 @@ SMALLER = {  # how scripts of the documents are made small
     "eager.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
     "stale.py": {"load()": 'load("book.txt")', "range(0, 40, 10)": "range(0, 20, 10)"},
     "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
+    "resumable.py": {"load()": 'load("book.txt")', '"runs/own", 40': '"runs/own", 4', "% 10": "% 2"},
     "bits.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
+    "read_one.py": {},
     "own_experts.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
 }
 

@@ -269,7 +269,7 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(tmp_path):
         method = checks.method(model, adafactor=True, mesh=mesh)
         executor = Executor(model, method, mesh, complete("1f1b", ranks=mesh.pp.size, microbatches=2))
         batches = list(checks.numbers(sizes).batches(8, mesh.dp.rank, mesh.dp.size, stop_step=5))
-        tensors = checkpoint.slabs_of(model.parameters(), method.state_tensors(), mesh.coords)
+        tensors = checkpoint.slabs_of(model.parameters(), method.state_tensors(), mesh)
         if save:
             for batch in batches[:3]:
                 executor.step(batch)

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
 import checks_layouts as checks
+from reseal import rewrite
 
-from mpitrain import checkpoint, train
+from mpitrain import checkpoint, keep, train
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -132,7 +133,7 @@ def test_experts_are_saved_whole_and_go_on_wherever_they_are_put(tmp_path, sizes
     def main(mesh, save=False):
         executor = executor_of(mesh, sizes, adafactor, dtype)
         model, method = executor.model, executor.optimizer
-        tensors = checkpoint.slabs_of(model.parameters(), method.state_tensors(), mesh.coords)
+        tensors = checkpoint.slabs_of(model.parameters(), method.state_tensors(), mesh)
         *before, last = batches(mesh, sizes, stop=3)
         if save:
             for batch in before:
@@ -308,11 +309,12 @@ def test_a_run_that_was_saved_before_there_were_experts_goes_on(tmp_path, text):
     dense = [*FLAGS[: FLAGS.index(" --experts")].split(), "--data", text]
     LocalWorld(1).run(train.main, [*dense, "--run", str(folder), "--stop-after", "2"])
     (folder / "config.toml").unlink()
-    manifest = checkpoint.latest(folder) / "manifest.json"
-    whole = json.loads(manifest.read_text())
-    for name in train.OLDER:
-        del whole["scalars"]["config"][name]
-    manifest.write_text(json.dumps(whole))
+
+    def leave_out(whole):
+        for name in keep.OLDER:
+            del whole["scalars"]["config"][name]
+
+    rewrite(checkpoint.latest(folder), leave_out)
     with pytest.raises(CheckpointError, match="saved with experts None, now it is 4"):
         LocalWorld(1).run(train.main, ["--run", str(folder), "--resume", "latest", "--experts", "4"])
     LocalWorld(1).run(train.main, ["--run", str(folder), "--resume", "latest"])

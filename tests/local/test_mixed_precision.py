@@ -229,7 +229,7 @@ def test_a_checkpoint_holds_masters_and_a_resumed_run_is_the_same_one(dtype, tmp
     """C68: weights that a half cannot hold, a small learning rate, saved at 5, on to 10; then on other ranks."""
 
     def slabs(mesh, model, optimizer):
-        return checkpoint.slabs_of(model.parameters(), optimizer.state_tensors(), mesh.coords)
+        return checkpoint.slabs_of(model.parameters(), optimizer.state_tensors(), mesh)
 
     def straight():
         mesh, model, optimizer, executor = built(dtype, dp=2, lr=1e-5)

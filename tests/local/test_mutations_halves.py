@@ -89,7 +89,7 @@ def resume() -> None:
     """C68: a run that is saved in the middle and goes on is the same run, scale and all."""
 
     def slabs(run: Run) -> Any:
-        return checkpoint.slabs_of(run.parameters, run.optimizer.state_tensors(), run.mesh.coords)
+        return checkpoint.slabs_of(run.parameters, run.optimizer.state_tensors(), run.mesh)
 
     def main(folder: Path) -> None:
         straight = Run(lr=1e-5).train(0, 3)

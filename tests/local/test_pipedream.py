@@ -357,7 +357,7 @@ def test_a_run_that_was_saved_between_two_rows_goes_on_bit_by_bit(name, tmp_path
         return model, optimizer, executor_of(name, model, optimizer, mesh, micros, lr=rate)
 
     def slabs(model, optimizer, executor):
-        return checkpoint.slabs_of(model.parameters(), optimizer.state_tensors(), executor.mesh.coords)
+        return checkpoint.slabs_of(model.parameters(), optimizer.state_tensors(), executor.mesh)
 
     def validated(executor):
         return executor.evaluate(list(tokens().validation(8))[:2])

@@ -404,9 +404,7 @@ def test_a_checkpoint_goes_from_any_pipeline_to_any_other(tmp_path, tied):
         return executor_of(world(), sizes=sizes, micros=2, **how)
 
     def tensors(executor):
-        return checkpoint.slabs_of(
-            executor.model.parameters(), executor.optimizer.state_tensors(), executor.mesh.coords
-        )
+        return checkpoint.slabs_of(executor.model.parameters(), executor.optimizer.state_tensors(), executor.mesh)
 
     def state(executor):
         """Weights and moments, all whole."""

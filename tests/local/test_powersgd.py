@@ -217,7 +217,7 @@ def test_models_of_halves_learn(dtype):
 
 
 def tensors(bench, states):
-    return checkpoint.slabs_of(bench.parameters, states, bench.mesh.coords)
+    return checkpoint.slabs_of(bench.parameters, states, bench.mesh)
 
 
 def saved(bench, folder, step):

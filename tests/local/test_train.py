@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from reseal import rewrite
 
 from mpitrain import checkpoint, config
 from mpitrain.comm.local import LocalWorld
@@ -193,12 +194,14 @@ def test_a_checkpoint_goes_on_by_itself_with_the_settings_that_it_holds(tmp_path
 
 def test_a_checkpoint_whose_counts_are_damaged_is_refused(tmp_path, text):
     train(1, tmp_path / "run", text, "--steps", "4", "--stop-after", "2")
-    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
-    whole = json.loads(manifest.read_text())
+    path = tmp_path / "run" / "checkpoints" / "step-00000002"
     for change in ({"updates": "2"}, {"tokens": None}, {"data": {}}):
-        manifest.write_text(json.dumps({**whole, "scalars": {**whole["scalars"], **change}}))
+        shutil.copytree(path, tmp_path / "whole")
+        rewrite(path, lambda whole, change=change: whole["scalars"].update(change))
         with pytest.raises(CheckpointError, match="is damaged: its manifest lacks"):
             train(1, tmp_path / "run", text, "--steps", "4", "--resume", "latest")
+        shutil.rmtree(path)
+        (tmp_path / "whole").rename(path)
 
 
 def test_a_sequence_may_have_one_token(tmp_path, text):

@@ -84,7 +84,7 @@ def test_a_file_holds_every_word_once_and_loads_on_one_rank(tmp_path, ranks, tie
 
     def slabs(model, mesh):
         moment = {p.name: StateTensor(p.grad, p.full_shape, p.rectangle, p.spec) for p in model.parameters()}
-        return checkpoint.slabs_of(model.parameters(), {"moment": moment}, mesh.coords)
+        return checkpoint.slabs_of(model.parameters(), {"moment": moment}, mesh)
 
     def save():
         mesh = Mesh(world(), tp=ranks)
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_one_rank_loads_on_ranks_without_a_word(tmp_path):
         def main():
             mesh = Mesh(world(), tp=ranks)
             model = checks.made(checks.Words(mesh, 13), mesh, seed=5 if source is None else 6)
-            slabs = checkpoint.slabs_of(model.parameters(), {}, mesh.coords)
+            slabs = checkpoint.slabs_of(model.parameters(), {}, mesh)
             if source is not None:
                 checkpoint.load(source, slabs, mesh.world)
             loss = float(model(checks.IDS, checks.TARGETS).data)

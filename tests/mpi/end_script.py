@@ -85,6 +85,13 @@ def all_exit_with_85() -> None:
     sys.exit(85)
 
 
+def one_raises_system_exit() -> None:
+    ranks = world()
+    if ranks.rank == 1:
+        raise SystemExit(4)
+    ranks.barrier()
+
+
 def interrupted() -> None:
     ranks = world()
     if ranks.rank == 1:

@@ -149,6 +149,11 @@ class Launch:
                     found.append(pid)
         return found
 
+    def left_files(self) -> list[str]:
+        """What lies in the folders for temporary files and for shared memory that this launch was given."""
+        roots = [Path(self._scratch.name), Path(self._shared.name)]
+        return sorted(str(path.relative_to(root)) for root in roots for path in root.rglob("*") if not path.is_dir())
+
     def output(self) -> str:
         """What was written so far, without tags."""
         self._output.seek(0)

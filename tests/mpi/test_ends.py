@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from kill_matrix import few_cases, run_case
+from kill_matrix import HOWS, PHASES, cases, few_cases, run_case
 from mpi_launch import Launch, Run
 
 pytestmark = pytest.mark.mpi
@@ -18,15 +19,17 @@ Mpirun = Callable[..., Run]
 QUICK = 15.0  # launch, a fault, at most 10 s
 
 
-def test_every_case_of_the_matrix_is_made_of_ways_phases_and_both_ends() -> None:
-    ways, phases, ranks = (set(column) for column in zip(*few_cases(3), strict=True))
-    assert (len(ways), len(phases), ranks) == (8, 6, {0, 2})
+def test_the_few_cases_are_of_the_matrix_and_have_every_way_every_phase_and_all_three_ranks() -> None:
+    assert len(set(cases())) == len(HOWS) * len(PHASES) * 3 == 324
+    assert set(few_cases()) <= set(cases())
+    ways, phases, ranks = (set(column) for column in zip(*few_cases(), strict=True))
+    assert (ways, phases, ranks) == (set(HOWS), set(PHASES), {0, 1, 3})
 
 
-@pytest.mark.parametrize(("how", "phase", "rank"), few_cases(3), ids=lambda part: str(part).replace(" ", "-"))
+@pytest.mark.parametrize(("how", "phase", "rank"), few_cases(), ids=str)
 def test_one_rank_dies_and_all_are_gone_within_ten_seconds(how: str, phase: str, rank: int, tmp_path: Path) -> None:
     """C72; all of its cases: python tests/mpi/kill_matrix.py."""
-    outcome = run_case(how, phase, rank, 3, tmp_path)
+    outcome = run_case(how, phase, rank, tmp_path)
     assert not outcome.trouble, f"{outcome.trouble}\n{outcome.output}"
 
 
@@ -108,9 +111,11 @@ def test_waiting_beyond_the_limit_reports_where_every_rank_is(mpirun: Mpirun) ->
     run = mpirun(4, sys.executable, SCRIPT, "hangs", timeout=30)
     assert run.code == 1
     assert run.seconds < QUICK
-    assert "CommError: no answer for 3 s (--timeout)." in run.output
+    assert "CommError: no answer for 3 s (--timeout).  Rank 1 is behind: it is in no call." in run.output
     assert "ranks 0,2,3 wait in all_reduce on world, call 2, (4, 3) float32, at end_script.py:" in run.output
-    assert "rank 1 runs, after all_reduce on world, call 1, (4,) float64" in run.output
+    assert re.search(
+        r"rank 1 runs at end_script\.py:\d+, after all_reduce on world, call 1, \(4,\) float64", run.output
+    )
 
 
 def test_a_rank_that_never_starts_ends_the_others_after_the_start_timeout(mpirun: Mpirun) -> None:
@@ -153,14 +158,22 @@ def test_one_rank_under_a_launcher_ends_like_any_program(mpirun: Mpirun, tmp_pat
     assert mpirun(1, sys.executable, str(script), "3", timeout=30).code == 3
 
 
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("raise SystemExit", 4), ("raise", 1)])
-def test_the_guard_works_under_mpi4py_s_own_runner_too(
-    launcher: type[Launch], tmp_path: Path, how: str, code: int
-) -> None:
+@pytest.mark.parametrize(("fault", "code"), [("exit code=3", 3), ("raise", 1)], ids=str)
+def test_the_guard_works_under_mpi4py_s_own_runner_too(mpirun: Mpirun, tmp_path: Path, fault: str, code: int) -> None:
     script = str(Path(__file__).with_name("kill_script.py"))
-    mark = str(tmp_path / "mark")
-    with launcher(2, sys.executable, "-m", "mpi4py", script, how, "forward", "1", mark, timeout=30) as job:
-        run = job.wait()
+    word, *keys = fault.split()
+    text = f"{word} rank=1 at=action:F step=2 {' '.join(keys)}"
+    command = (sys.executable, "-m", "mpi4py", script, str(tmp_path / "run"))
+    run = mpirun(2, *command, timeout=30, env={"MPITRAIN_FAULTS": text})
     assert run.code == code
     assert run.seconds < QUICK
-    assert run.output.count("Traceback") == (how == "raise")
+    assert run.output.count("Traceback") == run.output.count("[rank 1, step 2] Traceback") == (word == "raise")
+
+
+@pytest.mark.parametrize(("runner", "codes"), [((), range(1, 256)), (("-m", "mpi4py"), [4])], ids=["python", "mpi4py"])
+def test_an_exit_that_is_raised_by_hand_ends_all(mpirun: Mpirun, runner: tuple[str, ...], codes: Sequence[int]) -> None:
+    """Python tells nobody the code of a SystemExit that ends it; mpi4py's runner does."""
+    run = mpirun(2, sys.executable, *runner, SCRIPT, "one_raises_system_exit", timeout=30)
+    assert run.code in codes
+    assert run.seconds < QUICK
+    assert "Traceback" not in run.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,6 @@ def test_a_user_error_is_printed_once_over_all_hosts(on_a_host: str) -> None:
 def test_a_hang_report_shows_the_ranks_of_other_hosts_by_their_copies(on_a_host: str, tmp_path: Path) -> None:
     ended = run(on_a_host, "hangs", str(tmp_path))
     assert ended.code == 1
-    assert ended.output.count("CommError: no answer for 3 s (--timeout).") == 1
+    assert ended.output.count("CommError: no answer for 3 s (--timeout).  Rank 1 is behind: it is in no call.") == 1
     assert "ranks 0,2,3 wait in all_reduce on world, call 2, (4, 3) float32, at end_script.py:" in ended.output
-    assert "rank 1 runs, after all_reduce on world, call 1, (4,) float64" in ended.output
+    assert re.search(r"rank 1 runs at end_script\.py:\d+, after all_reduce on world, call 1, \(4,\)", ended.output)

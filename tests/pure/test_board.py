@@ -225,28 +225,6 @@ def test_a_full_page_never_accuses_anybody(boards: list[FlightBoard]) -> None:
     look.look()
 
 
-def test_a_hang_report_has_at_most_five_lines_and_puts_ranks_of_one_place_together(boards: list[FlightBoard]) -> None:
-    lanes = [board.open("tp", (0, 1, 2)) for board in boards]
-    for rank in (0, 2):
-        lanes[rank].enter(2, "all_reduce", (4,), F4, -1)
-    lanes[1].enter(1, "all_gather", (2,), F4, -1)
-    lanes[1].leave()
-    lines = look_of(boards[0]).hang_report().splitlines()
-    assert lines == [
-        "CommError: no answer for 300 s (--timeout).",
-        "  ranks 0,2 wait in all_reduce on tp, call 2, (4,) float32 (for 0 s)",
-        "  rank 1 runs, after all_gather on tp, call 1, (2,) float32 (for 0 s)",
-    ]
-    file = BoardFile.create(40)
-    file.unlink()
-    many = [FlightBoard(file, rank, tuple(range(40)), (0,) * 40) for rank in range(40)]
-    for board in many:
-        board.open("tp", tuple(range(40))).enter(1 + board.rank % 7, "barrier", (), F4, -1)
-    lines = look_of(many[0]).hang_report().splitlines()
-    assert len(lines) == 5
-    assert lines[-1] == "  and 4 more places"
-
-
 def test_what_all_ranks_know_is_claimed_once(boards: list[FlightBoard]) -> None:
     assert [board.claim("MeshError: ...") for board in boards] == [True, False, False]
     assert [board.claim("another") for board in boards] == [True, False, False]

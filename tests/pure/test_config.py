@@ -37,6 +37,15 @@ def test_flags_win_over_the_file_and_of_two_flags_the_later_one(tmp_path):
     assert (c.lr, c.batch, c.seq_len, c.data) == (0.5, 4, 9, "a b")
 
 
+def test_another_schedule_leaves_the_options_of_the_one_before_behind(tmp_path):
+    """Else a run of an interleaved pipeline could go on in no other before it is told that --chunks 1 means none."""
+    file = tmp_path / "run.toml"
+    file.write_text('pp = 2\nschedule = "interleaved"\nchunks = 2\nmicrobatches = 2\n')
+    assert parse(["--config", str(file)]).chunks == 2
+    assert parse(["--config", str(file), "--schedule", "1f1b"]).chunks is None
+    assert parse(["--config", str(file), "--schedule", "interleaved"]).chunks == 2
+
+
 def test_a_model_or_a_budget_among_the_flags_replaces_what_the_file_says_of_it(tmp_path):
     path = tmp_path / "run.toml"
     write(Config(model="gpt-tiny", layers=7, steps=9), str(path))
@@ -284,7 +293,8 @@ def test_what_is_wrong_is_said_in_full(argv, message):
         (b"[lr]\npeak = 1", "FILE: lr is a table; it must be a number from 0 to 10, at the top level."),
         (b"seq_len = 1\nseq-len = 2", "FILE: seq-len stands twice, with '-' and with '_'; keep one."),
         (b'data = "\xff"', "--config FILE: byte 8 is not UTF-8, as a TOML file must be."),
-        (b"#" * (2**20 + 1), "--config FILE: has 1048577 bytes; at most 1048576 are allowed."),
+        (b"#" * (2**16 + 1), "--config FILE: has 65537 bytes; at most 65536 are allowed."),
+        (b"a." * 1001 + b"a = 1", "--config FILE: has a line with more than 1000 dots, which is no setting."),
         (b"lr = " + b"[" * 9999, "--config FILE: is nested too deeply; settings are lines like layers = 2."),
     ],
 )

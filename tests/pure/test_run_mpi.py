@@ -1,19 +1,24 @@
 """run_mpi.sh with stand-ins for python, mpirun and srun that note how they were called: fast, and without a network."""
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
+import termios
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = (
-    "bash basename cat cksum cp cut dirname env flock id ldconfig ln mkdir mv nproc printf readlink rm rmdir sed sleep "
-    "stty tail touch tr"
+    "bash basename cat cksum cp cut dirname env flock id ldconfig ln mkdir mv nproc printf readlink rm rmdir sed "
+    "setpriv setsid sleep stty tail touch tr"
 ).split()
 
 # One program for all: its name says whom it stands for. Its call goes to $RECORD, its environment to $RECORD.NAME.
@@ -39,6 +44,7 @@ case "$1 ${2:-}" in
     case ${@: -1} in *mpi*) cp "$0" "${0%/*}/mpirun" ;; esac
     ;;
   *)
+    eval "${RUN_CODE:-}"
     if [ -n "${RUN_SECONDS:-}" ]; then exec sleep "$RUN_SECONDS"; fi
     exit "${RUN_EXIT:-0}"
     ;;
@@ -153,6 +159,14 @@ def test_help_explains_every_variable_that_the_script_reads_and_installs_nothing
             ["--steps", "2", "-n", "x"],
             ["mpirun", "-n", "8", PYTHON, "-m", "mpi4py", EXAMPLE, "--steps", "2", "-n", "x"],
         ),
+        (
+            ["-n", "2", "--restarts", "1", "--run", "a b"],
+            ["mpirun", "-n", "2", PYTHON, "-m", "mpi4py", EXAMPLE, "--run", "a b"],
+        ),
+        (
+            ["--restarts=01", "-n4", "train", "--run=a"],
+            ["mpirun", "-n", "4", PYTHON, *"-m mpi4py -m mpitrain train --run=a".split()],
+        ),
         (["examples/train_gpt.py", "-h"], ["mpirun", "-n", "8", PYTHON, "-m", "mpi4py", "examples/train_gpt.py", "-h"]),
         (["doctor", "--json"], ["python", "-m", "mpitrain", "doctor", "--json"]),
         (["local", "-n", "4", "x.py"], ["python", "-m", "mpitrain", "local", "-n", "4", "x.py"]),
@@ -198,6 +212,15 @@ def test_arguments_become_this_command(clone, args, command):
         ([], {"PYTHON": "/nowhere/python"}, ["PYTHON=/nowhere/python", "3.10"]),
         ([], {"TOO_OLD": "1"}, ["Python >= 3.10", "python3 on PATH is", "apt-get install", "PYTHON="]),
         (["-n", "2"], {"OMPI_COMM_WORLD_SIZE": "4"}, ["-n is 2", "4 ranks"]),
+        (["--restarts"], {}, ["--restarts", "how many"]),
+        (["--restarts", "-1", "--run", "a"], {}, ["--restarts", "'-1'", "0 to 9999"]),
+        (["--restarts=many", "--run", "a"], {}, ["--restarts", "'many'", "0 to 9999"]),
+        (["--restarts", "3"], {}, ["--restarts", "--run DIR", "newest checkpoint"]),
+        (["--restarts", "3", "examples/train_gpt.py", "--run"], {}, ["--run DIR"]),
+        (["--restarts", "3", "test"], {}, ["--restarts", "before a script"]),
+        (["--restarts", "3", "doctor"], {}, ["--restarts", "before a script"]),
+        (["--restarts", "3", "train", "--run", "a"], {}, ["--restarts", "-n RANKS train"]),
+        (["--restarts", "3", "--run", "a"], {"PMI_SIZE": "4"}, ["--restarts", "surrounding mpirun or srun"]),
     ],
 )
 def test_a_mistake_is_refused_in_at_most_five_lines_before_anything_is_installed(clone, args, env, words):
@@ -456,6 +479,7 @@ def test_a_cluster_with_nothing_but_srun_starts_ranks_as_its_site_says(clone):
         "--kill-on-bad-exit=1",
         "-n",
         "8",
+        "--quit-on-interrupt",
         "ROOT/.venv-system/bin/python",
         "-m",
         "mpi4py",
@@ -465,12 +489,16 @@ def test_a_cluster_with_nothing_but_srun_starts_ranks_as_its_site_says(clone):
 
 @pytest.mark.parametrize(("mpi", "left"), [("openmpi", False), ("mpich", True)])
 def test_what_a_killed_mpirun_left_behind_does_not_stop_the_next_of_its_process_number(clone, tmp_path, mpi, left):
-    program = 'mkdir -p "$TMPDIR/ompi.$$/1"; touch "$TMPDIR/ompi.$$/pmix.host.tool"; exec "$0"'
-    env = {"PATH": str(clone.bin), "HOME": str(clone.elsewhere), "RECORD": str(clone.record)}
-    env |= {"TMPDIR": str(tmp_path), "MPITRAIN_MPI": mpi}
-    subprocess.run(["bash", "-c", program, str(clone.root / "run_mpi.sh")], env=env, check=True, capture_output=True)
-    assert clone.calls()[-1][0] == "mpirun"
-    assert bool(list(tmp_path.glob("ompi.*"))) == left
+    clone.run("doctor", MPITRAIN_MPI=mpi)
+    last = subprocess.Popen(["true"])
+    last.wait()
+    numbers = range(last.pid, last.pid + 1000)  # one of these will be its
+    for number in numbers:
+        (tmp_path / f"ompi.{number}").mkdir()
+    clone.run(TMPDIR=str(tmp_path), MPITRAIN_MPI=mpi, RUN_CODE='echo $$ >"$RECORD.runs"')
+    number = int(Path(f"{clone.record}.runs").read_text())
+    assert number in numbers
+    assert [n for n in numbers if not (tmp_path / f"ompi.{n}").exists()] == ([] if left else [number])
 
 
 def test_the_system_mpi_is_linked_from_beside_its_mpirun(clone):
@@ -506,10 +534,234 @@ def test_a_process_that_is_a_rank_already_starts_no_ranks(clone, env):
     assert run.env["MPITRAIN_NP"] == "4"
 
 
-def test_exit_code_and_signals_are_those_of_the_launcher(clone):
-    assert clone.run(RUN_EXIT="37").code == 37
-    process = clone.start(RUN_SECONDS=SECONDS)
-    wait_for(lambda: clone.calls()[-1][0] == "mpirun" and sleepers())
+@pytest.mark.parametrize("args", [["doctor"], ["-n", "2", "generate"]])
+def test_exit_code_and_signals_of_a_command_are_its_own(clone, args):
+    assert clone.run(*args, RUN_EXIT="37").code == 37
+    process = clone.start(*args, RUN_SECONDS=SECONDS)
+    wait_for(sleepers)
+    assert sleepers() == [process.pid]
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=10)
     assert process.returncode == -signal.SIGTERM
+
+
+# ------------------------------------------------------------------------------- training: stopped, and started again
+
+# Ranks that save when they are asked to; what else reaches them is noted.
+SAVES = r"""
+for name in INT TERM HUP; do trap "echo $name >>'$RECORD.got'" $name; done
+trap 'echo USR1 >>"$RECORD.got"; exit 85' USR1
+echo $$ >"$RECORD.runs"
+while :; do read -r -t 0.02 <>"$RECORD.fifo" || :; done
+"""
+# A launcher with a rank in a session of its own; either ends only when it is killed.
+STUBBORN = r"""
+setsid bash -c "trap '' TERM USR1; echo \$\$ >'$RECORD.rank'; exec sleep $SECONDS_OF_OURS" &
+trap '' TERM USR1
+echo $$ >"$RECORD.runs"
+while :; do wait; done
+"""
+# Attempt n ends with the n-th of $CODES; one that begins with s has published a checkpoint by then.
+ENDS = r"""
+code=${CODES%% *}; n=0
+while read -r _; do n=$((n + 1)); done <"$RECORD.mpirun.attempts"
+set -- $CODES; code=${!n}
+[ "$code" = "${code#s}" ] || mkdir -p "$RUN/checkpoints/step-0000000$n"
+exit "${code#s}"
+"""
+
+
+class Training:
+    """A started run_mpi.sh whose stand-in of mpirun runs a piece of code."""
+
+    def __init__(self, clone: Clone, code: str, **more: str):
+        self.record = clone.record
+        clone.run("doctor")  # sets up
+        os.mkfifo(f"{clone.record}.fifo")
+        self.process = clone.start(RUN_CODE=code, SECONDS_OF_OURS=SECONDS, **more)
+        wait_for(lambda: self.pid("runs"))
+
+    def pid(self, name: str) -> int:
+        path = Path(f"{self.record}.{name}")
+        return int(path.read_text().strip() or 0) if path.exists() else 0
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        errors = self.process.communicate(timeout=20)[1]
+        return self.process.returncode, errors
+
+    @property
+    def got(self) -> list[str]:
+        return Path(f"{self.record}.got").read_text().split()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def training(clone: Clone) -> Iterator[Callable[..., Training]]:
+    """Starts one; whatever it has started is gone at the end of the test."""
+    started: list[Training] = []
+
+    def start(code: str, **more: str) -> Training:
+        started.append(Training(clone, code, **more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for pid in (one.process.pid, one.pid("runs"), one.pid("rank")):
+            with contextlib.suppress(ProcessLookupError):
+                if pid and is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+        one.process.communicate()
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "USR1"])
+def test_a_signal_has_the_ranks_save_and_their_exit_code_is_handed_on(training, name):
+    job = training(SAVES)
+    job.signal(getattr(signal, f"SIG{name}"))
+    code, errors = job.end()
+    assert code == 85
+    assert job.got == ["USR1"]
+    assert errors.count("once more ends the job") == (name != "USR1")
+    assert len(errors.splitlines()) == (name != "USR1")
+
+
+def test_a_second_signal_ends_a_job_that_goes_on_and_leaves_no_process(training):
+    job = training(SAVES.replace("; exit 85", "").replace("TERM HUP;", "HUP;"))
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):  # the first may come any number of times
+        job.signal(number)
+        time.sleep(0.1)
+    assert is_alive(job.pid("runs"))
+    job.signal(signal.SIGINT)
+    assert job.end()[0] == 130
+    assert job.got == ["USR1"] * 3
+    assert not is_alive(job.pid("runs"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_kills_ranks_that_do_not_hear_in_other_sessions_too(training):
+    job = training(STUBBORN)
+    wait_for(lambda: job.pid("rank"))
+    for _ in range(2):
+        job.signal(signal.SIGTERM)
+        time.sleep(0.1)
+    began = time.monotonic()
+    assert job.end()[0] == 143
+    assert 4 < time.monotonic() - began < 9
+    assert [pid for pid in (job.pid("runs"), job.pid("rank")) if is_alive(pid)] == []
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (of util-linux) on PATH")
+def test_a_job_ends_when_the_script_that_watches_it_is_killed(training):
+    job = training(SAVES + "\n")
+    job.signal(signal.SIGKILL)
+    wait_for(lambda: Path(f"{job.record}.got").exists())
+    assert job.got == ["TERM"]
+    os.kill(job.pid("runs"), signal.SIGKILL)
+
+
+def test_a_terminal_s_interrupt_reaches_only_the_script_and_what_is_typed_reaches_the_ranks(clone):
+    clone.run("doctor")
+    code = SAVES.replace("while :", 'read -r line; echo "typed $line" >>"$RECORD.got"\nwhile :')
+    os.mkfifo(f"{clone.record}.fifo")
+    ours, theirs = pty.openpty()
+
+    def take_the_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [str(clone.root / "run_mpi.sh")],
+        cwd=clone.root,
+        env={"PATH": str(clone.bin), "HOME": str(clone.elsewhere), "RECORD": str(clone.record), "RUN_CODE": code},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=take_the_terminal,
+    )
+    os.close(theirs)
+    try:
+        wait_for(lambda: Path(f"{clone.record}.runs").exists())
+        os.write(ours, b"some words\n")
+        wait_for(
+            lambda: "typed" in Path(f"{clone.record}.got").read_text() if Path(f"{clone.record}.got").exists() else 0
+        )
+        os.write(ours, b"\x03")
+        assert process.wait(10) == 85
+        assert Path(f"{clone.record}.got").read_text().splitlines() == ["typed some words", "USR1"]
+    finally:
+        process.kill()
+        os.close(ours)
+
+
+def restarted(clone: Clone, codes: str, *flags: str, restarts: int = 3) -> Run:
+    """A run whose attempts end with these codes."""
+    code = 'echo >>"$RECORD.mpirun.attempts"\n' + ENDS
+    Path(f"{clone.record}.mpirun.attempts").unlink(missing_ok=True)
+    flags = ("--run", "a b", *flags)
+    return clone.run(
+        "--restarts", str(restarts), *flags, RUN_CODE=f'[ "$name" = mpirun ] || exit 0\n{code}', CODES=codes, RUN="a b"
+    )
+
+
+def attempts(run: Run) -> list[list[str]]:
+    """The script's flags in each attempt."""
+    calls = [call for call in run.calls if call[0] == "mpirun"]
+    return [call[call.index("-m") + 3 :] for call in calls]
+
+
+def test_a_fault_starts_training_again_from_the_newest_checkpoint(clone):
+    run = restarted(clone, "s137 1 0", "--steps", "9")
+    flags = ["--run", "a b", "--steps", "9"]
+    assert run.code == 0
+    assert attempts(run) == [flags, [*flags, "--resume", "auto"], [*flags, "--resume", "auto"]]
+    assert [line for line in run.errors.splitlines() if "attempt" in line] == [
+        "run_mpi.sh: attempt 1 of 4 ended with exit code 137; starting again from a b/checkpoints/step-00000001",
+        "run_mpi.sh: attempt 2 of 4 ended with exit code 1; starting again from a b/checkpoints/step-00000001",
+    ]
+
+
+def test_a_fault_before_the_first_checkpoint_starts_training_again_from_the_beginning(clone):
+    run = restarted(clone, "1 0")
+    assert run.code == 0
+    assert "attempt 1 of 4 ended with exit code 1; starting again from the beginning" in run.errors
+
+
+def test_training_is_started_again_only_so_many_times(clone):
+    run = restarted(clone, "3 4 5 6", restarts=2)
+    assert run.code == 5
+    assert len(attempts(run)) == 3
+    assert len(attempts(restarted(clone, "3 4", restarts=0))) == 1
+
+
+@pytest.mark.parametrize("code", [0, 2, 85, 130, 143])
+def test_an_end_that_was_wanted_or_that_would_come_again_starts_nothing(clone, code):
+    run = restarted(clone, f"{code} 0")
+    assert run.code == code
+    assert len(attempts(run)) == 1
+    assert "attempt" not in run.errors
+
+
+def test_a_checkpoint_that_was_named_is_where_to_begin_until_the_run_has_its_own(clone):
+    named = ["--run", "a b", "--resume", "other/step-00000500"]
+    run = restarted(clone, "1 s1 0", *named[2:])
+    assert attempts(run) == [named, named, [*named, "--resume", "auto"]]
+    run = restarted(clone, "1 0", "--resume=auto")
+    assert attempts(run)[1][2:] == ["--resume=auto"]
+
+
+def test_a_job_that_was_asked_to_stop_is_not_started_again(clone):
+    clone.run("doctor")
+    os.mkfifo(f"{clone.record}.fifo")
+    process = clone.start("--restarts", "3", "--run", "a", RUN_CODE=SAVES.replace("exit 85", "exit 1"))
+    wait_for(lambda: Path(f"{clone.record}.runs").exists())
+    process.send_signal(signal.SIGTERM)
+    assert "attempt" not in process.communicate(timeout=10)[1]
+    assert process.returncode == 1

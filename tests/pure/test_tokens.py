@@ -65,9 +65,9 @@ def test_each_epoch_cuts_the_text_elsewhere_and_all_epochs_together_read_all_of_
     assert read == set(range(100))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 10])
 def test_ranks_together_hold_the_batch_of_one_rank(size):
-    """C26, C22: batch 10, the last of an epoch padded; rows come back by their places."""
+    """C26, C22: batch 10, the last of an epoch padded; rows come back by their places, also where each has one."""
     tokens = Tokens(counting_corpus(train=700), 16, seed=4)
     for step in (0, 1, 3, 4, 9):
         whole = tokens.batch_at(step, 10)

@@ -189,11 +189,11 @@ def count(step: Step) -> Iterator[Line]:
 
 def agreement(step: Step) -> Iterator[Line]:
     """Loss, squared norm of the gradient, and whether gradients and the optimizer's state are finite: four float64 a
-    step, once a row; where branches have scales, whether gradients are is told of each.  With them goes what all layers
-    of experts have counted.
+    step, once a row; where branches have scales, whether gradients are is told of each.  With them goes what ranks are
+    asked, and what all layers of experts have counted.
     """
     ranks, sizes = step.dp * step.cp * step.tp * step.pp, step.sizes
-    numbers = 4 + (2 * sizes.layers if step.scaled else 0)
+    numbers = 4 + (2 * sizes.layers if step.scaled else 0) + step.asks
     if sizes.routing is not None:
         numbers += len(sizes.routing.layers(sizes.layers)) * counted.length(step.experts)
     yield Line("world", "loss and norm", "all_reduce", ranks, step.period, 8 * numbers * step.row)

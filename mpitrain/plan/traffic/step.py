@@ -83,6 +83,7 @@ class Step:
         compression: what PowerSGD makes of gradients; None: they travel whole.
         workers: how workers learn that do so apart from each other; None: gradients of all ranks are summed.
         gist: bits in which what need not be exact waits for backward (mpitrain.memory.gist); None: all is exact.
+        asks: numbers that ranks are asked at the end of a step (`Executor(ask=)`).
 
     Raises:
         ConfigError: sizes do not divide, there is no such attention, recompute or ZeRO, or slices stand with another
@@ -120,6 +121,7 @@ class Step:
     compression: Choice | None = None
     workers: Workers | None = None
     gist: int | None = None
+    asks: int = 0
 
     def __post_init__(self) -> None:
         sizes, groups = self.sizes, self.sizes.groups

@@ -1,0 +1,273 @@
+"""What a run keeps on the disk, and how it goes on from there.
+
+    settings_of     the settings of a run that goes on: those that were saved, and flags that win over them
+    Keeper          saves the state of a run, at once or in the background, and fills a run with what was saved
+
+The file format stands in `checkpoint`; here is what of a training must be in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mpitrain import checkpoint
+from mpitrain import config as settings
+from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.together import together
+from mpitrain.config import Config
+from mpitrain.data.corpus import Corpus
+from mpitrain.errors import CheckpointDamaged, CheckpointError
+from mpitrain.models.gpt import GPT
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.options import show
+from mpitrain.parallel.local_sgd import OWN as OF_WORKERS
+from mpitrain.parallel.local_sgd import parted
+from mpitrain.parallel.powersgd import ERROR as POWERSGD_ERROR
+from mpitrain.parallel.powersgd import Q as POWERSGD_Q
+from mpitrain.parallel.stale import KIND as PENDING
+from mpitrain.pipeline.executor import Executor
+from mpitrain.routing import usual_router
+
+SCALING = ("loss_scaling", "loss_scale")
+"""Settings with which a resumed run begins its scales anew."""
+OLDER = {"kv_heads": None, "experts": None, "top_k": 1, "router": None, "renormalize": False, "moe_every": 1}
+"""Settings that runs of an earlier version do not name, and what they were."""
+MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "seed", "batch", "optimizer", *OLDER)
+"""Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
+
+
+def settings_of(flags: list[str], found: Path | None) -> Config:
+    """The settings with which the run was started, and flags that win over them; its number of steps stays.
+
+    Without a checkpoint (`--resume auto` found none) they are those of a run that begins.
+
+    How many ranks divided the batch is of the start that is over: unless it is asked for, all that are left do now.
+    """
+    if found is None:
+        return replace(settings.parse(flags), resume=None)
+    saved = checkpoint.read_manifest(found).scalars.get("config")
+    if isinstance(saved, dict):
+        saved = {**OLDER, **saved}
+    if not isinstance(saved, dict) or not saved.keys() >= {"steps", "dtype", *MUST_STAY}:
+        raise CheckpointError(f"{found} holds no settings: it was not saved by training.  Resume from another one.")
+    # Settings may name another place: the folder was moved or copied, or is seen from another working directory.
+    home = str(found.parent.parent) if found.parent.name == "checkpoints" else None
+    named = settings.names_a_file(flags)
+    if home is not None and not named and Path(home, "config.toml").is_file():
+        config = settings.parse(["--config", f"{home}/config.toml", "--run", home, *flags])
+        if not settings.gives(flags, "--dp"):
+            config = replace(config, dp=None)
+    else:
+        config = settings.parse(flags, {**saved, "run": home, "dp": None})
+    new_stages = any(settings.gives(flags, flag) for flag in ("--pp", "--schedule", "--chunks", "--balance"))
+    if new_stages and not named and not settings.gives(flags, "--stage-layers"):
+        config = replace(config, stage_layers=None)  # what was given was for the stages of before
+    if config.steps is None:
+        config = config.fixed(saved["steps"])
+    before, now = saved["dtype"], config.dtype
+    if before != now and "float64" in (before, now):
+        raise CheckpointError(
+            f"{found} was saved with dtype {show(before)}, now it is {now}: weights and moments of float64 are not"
+            " those of another.\nA run of float64 goes on in float64; one of float32, float16 or bfloat16, whose"
+            " masters are float32, in any of these three."
+        )
+    for name in MUST_STAY:
+        before, now = (_meant(of, name) for of in (saved, asdict(config)))
+        if before != now:
+            raise CheckpointError(
+                f"{found} was saved with {name} {show(before)}, now it is {now}.\n"
+                f"A run goes on with the {name} that it began with: leave the option out, or start a new run."
+            )
+    return config
+
+
+def _meant(config: Mapping[str, Any], name: str) -> Any:
+    """A setting; of one that nobody asked for, what it then is."""
+    if config[name] is None and name == "kv_heads":
+        return config["heads"]
+    if config[name] is None and name == "router":
+        return usual_router(config["top_k"])
+    return config[name]
+
+
+class Keeper:
+    """Saves and fills the state of a run.
+
+    Args:
+        config: the settings.
+        mesh: the layout.
+        model: its weights.
+        optimizer: its moments, and the number of updates.
+        executor: its reducer and its scales.
+        corpus: the text, whose hash is saved.
+        folder: of the run.
+        say: tells people, on the rank that reports.
+
+    Attributes:
+        seen: targets learned from.
+        seconds: that the last save took the ranks, if it did not go on in the background.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: GPT,
+        optimizer: Optimizer,
+        executor: Executor,
+        corpus: Corpus,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.mesh, self.model, self.corpus, self.folder = config, mesh, model, corpus, folder
+        self.optimizer, self.executor = optimizer, executor
+        self.seen = 0
+        self.seconds = 0.0
+        self._say = say
+        self._saving: checkpoint.Saving | None = None
+        self._snapshot = checkpoint.Snapshot() if config.async_save else None
+
+    # -- save ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes a save in the background."""
+        return self._saving is not None and self._saving.busy
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save has begun and is not published; the same on all ranks."""
+        return self._saving is not None
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Save the state after so many steps.  Collective over the world.
+
+        Args:
+            step: steps that are done.
+            wait: return when the checkpoint is there; else, with --async-save, when it is copied.
+
+        Raises:
+            CheckpointError: some rank could not; the same on all ranks.
+        """
+        self.publish()
+        began = time.perf_counter()
+        reducer, world = self.executor.reducer, self.mesh.world
+        reducer.join()
+        states = {**self.optimizer.state_tensors(), **reducer.state_tensors()}
+        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh, reducer.apart)
+        self._saving = checkpoint.begin(
+            self.folder,
+            step,
+            tensors,
+            self._scalars(step),
+            world,
+            layout=self.mesh.sizes,
+            keep=self.config.keep,
+            read_back=self.config.read_back,
+            snapshot=None if wait else self._snapshot,
+        )
+        if wait or self._snapshot is None:
+            self.publish()
+            self.seconds = time.perf_counter() - began
+
+    def publish(self) -> None:
+        """Wait for the save that is under way, if there is one, and make it a checkpoint.  Collective over the world.
+
+        Raises:
+            CheckpointError: some rank could not write it; the same on all ranks.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            self._say(f"saved {saving.finish()}")
+
+    def _scalars(self, step: int) -> dict[str, Any]:
+        scalars = {
+            "updates": self.optimizer.updates,
+            "tokens": self.seen,
+            "data": {"next_step": step, "sha256": self.corpus.sha256},
+            "config": asdict(self.config),
+        }
+        if self.executor.scaler is not None:
+            scalars["scaler"] = self.executor.scaler.state_dict()
+        return scalars
+
+    # -- resume -------------------------------------------------------------------------------------------------------
+
+    def resume(self, found: Sequence[Path]) -> int:
+        """Fill weights, optimizer, reducer and scales from the first checkpoint that is not damaged.
+
+        Collective over the world.
+
+        Returns:
+            The number of steps that are done.
+
+        Raises:
+            CheckpointError: it does not fit, or all are damaged; the same on all ranks.
+        """
+        for number, path in enumerate(found):
+            try:
+                return self._fill(path)
+            except CheckpointDamaged as error:
+                if number + 1 == len(found):
+                    raise
+                self._say(f"Passed over: {error}")
+        raise AssertionError("there was nothing to go on from")
+
+    def _fill(self, found: Path) -> int:
+        """Fill everything from this checkpoint; the number of steps that are done."""
+        optimizer, reducer, world = self.optimizer, self.executor.reducer, self.mesh.world
+        shapes = checkpoint.shapes(found, world)
+        states = {**optimizer.state_tensors(), **reducer.state_to_fill(shapes)}
+        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh, reducer.apart)
+        besides = [name for name in shapes if name.startswith((POWERSGD_Q, POWERSGD_ERROR, PENDING, OF_WORKERS))]
+        saved = checkpoint.load(found, tensors, world, besides=besides)
+        for flat in self.model.flats:
+            flat.refresh()
+        reducer.updated()
+        counts, data = [saved.get(name) for name in ("updates", "tokens")], saved.get("data")
+        known = isinstance(data, dict) and isinstance(data.get("sha256"), str)
+        if not known or not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
+            raise CheckpointError(f"{found} is damaged: its manifest lacks updates, tokens or the text's sha256.")
+        if data["sha256"] != self.corpus.sha256:
+            raise CheckpointError(
+                f"{found} was trained on another text (sha256 {show(data['sha256'][:12])}) than\n{self.corpus}.\n"
+                "Give the same text with --data PATH, or start a new run."
+            )
+        optimizer.updates = saved["updates"]
+        said = world.exchange(reducer.resumed(optimizer.updates))
+        told = dict.fromkeys(line for text in said for line in text.splitlines())
+        if self.config.reducer != "powersgd" and any(name.startswith(f"{POWERSGD_ERROR}/") for name in shapes):
+            told[f"what PowerSGD left out of gradients is lost: --reducer {self.config.reducer} adds none of it"] = None
+        if self.config.reducer != "stale" and any(name.startswith(PENDING) for name in shapes):
+            told[f"gradients on their way to the weights are lost: --reducer {self.config.reducer} takes none"] = None
+        if self.config.reducer != "local" and parted(shapes):
+            told[f"moments of all workers but the first are lost: --reducer {self.config.reducer} has one set"] = None
+        self._resume_scaler(found, saved)
+        self.seen = saved["tokens"]
+        together(world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=world.rank == 0)
+        self._say(f"go on after step {saved['step']} from {found}\n")
+        for text in told:
+            self._say(f"{text}\n")
+        return int(saved["step"])
+
+    def _resume_scaler(self, found: Path, saved: dict[str, Any]) -> None:
+        """Go on with the scales of gradients, unless other ones were asked for."""
+        scaler, before = self.executor.scaler, saved.get("config")
+        dtype = before.get("dtype") if isinstance(before, dict) else self.config.dtype
+        if dtype != self.config.dtype:
+            scale = "have no scale" if scaler is None else "begin with a new scale"
+            self._say(f"{self.config.dtype} from here on, {dtype} before: masters stay float32, and gradients {scale}")
+            return
+        if scaler is None:
+            return
+        asked = [[of.get(name) for name in SCALING] for of in (asdict(self.config), before or {})]
+        if asked[0] != asked[1]:
+            self._say("the scale of the gradients begins anew: other options than before were asked for")
+        elif isinstance(saved.get("scaler"), dict):
+            scaler.load_state(saved["scaler"])
+        else:
+            raise CheckpointError(f"{found} is damaged: its manifest lacks the scale of the gradients.")
