@@ -368,8 +368,9 @@ case $launcher in
   srun)
     type=${MPITRAIN_SRUN_MPI:-}
     if [ -z "$type" ]; then case $family in openmpi) type=pmix ;; mpich) type=pmi2 ;; esac; fi
-    # Without the last word srun would only tell how the ranks are when it is interrupted.
-    set -- srun --kill-on-bad-exit=1 ${type:+"--mpi=$type"} -n "$ranks" ${training:+--quit-on-interrupt} "$@"
+    # When a rank has died, the others follow after five seconds. At once would be too soon: where all leave with the same
+    # code, the quickest would have the rest killed, and that code be lost. Interrupted, srun would only tell how ranks are.
+    set -- srun --kill-on-bad-exit=0 --wait=5 ${type:+"--mpi=$type"} -n "$ranks" ${training:+--quit-on-interrupt} "$@"
     ;;
   mpirun)
     forward=()
@@ -506,6 +507,8 @@ while [ -z "$asked" ]; do
     [ "${*: -2}" = '--resume auto' ] || set -- "$@" --resume auto
   fi
 done
+# A rank that was asked before it could listen has died of SIGUSR1, which is 138 everywhere but in MPICH's mpirun.
+if [ -n "$asked" ] && [ "$launcher$family$status" = mpirunmpich10 ]; then status=138; fi
 if [ "$output" != 1 ]; then
   exec {output}>&- {errors}>&-
   wait "${relays[@]}" 2>/dev/null || : # they have passed on all

@@ -36,7 +36,7 @@ import checkpoint_steps
 import machine
 import numpy as np
 
-from mpitrain import checkpoint
+from mpitrain import checkpoint, disk
 from mpitrain.checkpoint import SlabRef, hdf5, sums
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
@@ -109,9 +109,9 @@ def state_of(sizes: GPTConfig) -> list[SlabRef]:
     return slabs
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    """Of one call, once the disk has nothing else of ours to do."""
-    os.sync()
+def seconds(work: Callable[[], Any], folder: Path) -> float:
+    """Of one call, once the file system has done what was asked of it in this folder before."""
+    disk.sync_folder(folder)
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -135,9 +135,10 @@ def writing(files: Files) -> dict[str, float]:
     """A round of writes; a plain file and one checkpoint are left."""
     shutil.rmtree(files.run, ignore_errors=True)
     files.plain.unlink(missing_ok=True)
-    took = {page.PLAIN_WRITE: seconds(files.write_plain)}
+    took = {page.PLAIN_WRITE: seconds(files.write_plain, files.run.parent)}
     for step, name in enumerate((page.SAVE, page.SAVE_BACK), start=1):
-        took[name] = seconds(lambda step=step, name=name: files.save(step, read_back=name == page.SAVE_BACK))
+        back = name == page.SAVE_BACK
+        took[name] = seconds(lambda step=step, back=back: files.save(step, back), files.run.parent)
         shutil.rmtree(files.run)
     files.save(3)
     return took
@@ -155,8 +156,8 @@ def reading(files: Files) -> dict[str, float]:
     ):
         with way():
             files.forget()
-            took[cold] = seconds(read)
-            took[warm] = seconds(read)
+            took[cold] = seconds(read, files.run.parent)
+            took[warm] = seconds(read, files.run.parent)
     return took
 
 
@@ -203,12 +204,12 @@ def load(path: Path) -> Result:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def keep(path: Path, part: str, found: Mapping[str, Any]) -> Result:
+def keep(path: Path, part: str, found: Mapping[str, Any], about: Mapping[str, Any]) -> Result:
     """Put what was found in its place beside what is kept, with what it was measured on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     result = load(path)
     result[part] = {**result.get(part, {}), **found}
-    result.setdefault("about", {})[part] = machine.describe() | {"load": os.getloadavg()[0]}
+    result.setdefault("about", {})[part] = about
     draft = path.with_suffix(".unfinished")
     draft.write_text(page.text_of(result))
     draft.replace(path)
@@ -234,19 +235,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in page.write(result) if options.write_docs else ():
             print(f"written {path}")
         return 0
-    print(machine.headline(machine.describe()), flush=True)
+    about = machine.describe() | {"load": os.getloadavg()[0]}
+    print(machine.headline(about), flush=True)
     sizes = {"small": TINY} if options.small else {size: SIZES[size] for size in options.sizes}
     parts = options.only or ("disk", "steps", "shares")
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="mpitrain-checkpoint-") as name:
         folder = Path(name)
         for size, config in sizes.items() if "disk" in parts else ():
-            keep(options.result, "disk", {size: disk_times(config, options.rounds, folder)})
+            keep(options.result, "disk", {size: disk_times(config, options.rounds, folder)}, about)
             shutil.rmtree(folder / "run")
             (folder / "plain").unlink()
         for ranks in options.ranks if "steps" in parts else ():
-            keep(options.result, "steps", {str(ranks): steps(ranks, options.rounds, folder)})
+            keep(options.result, "steps", {str(ranks): steps(ranks, options.rounds, folder)}, about)
         if "shares" in parts:
-            keep(options.result, "shares", {str(n): shares(next(iter(sizes.values())), n) for n in page.RANKS})
+            written = {str(ranks): shares(next(iter(sizes.values())), ranks) for ranks in page.RANKS}
+            keep(options.result, "shares", written, about)
     result = load(options.result)
     print("\n".join(page.lines(result)), f"kept in {options.result}", sep="\n")
     return 0 if options.small or page.reaches(result) else 1

@@ -80,7 +80,7 @@ def reaches(result: Result) -> bool:
         for row in SPEEDS
         if row.bar is not None
     ]
-    return all(speeds + [statistics.median(stalls(found)[1:]) < STALL for found in result.get("steps", {}).values()])
+    return all(speeds + [statistics.median(stalls(found)) < STALL for found in result.get("steps", {}).values()])
 
 
 def lines(result: Result) -> list[str]:
@@ -98,8 +98,7 @@ def lines(result: Result) -> list[str]:
         quiet = statistics.median(map(statistics.fmean, found["seconds"]["quiet"]))
         texts += [
             f"{ranks} rank{'s' * (ranks != '1')}, {found['bytes'] / MB:.0f} MB, a step {1e3 * quiet:.0f} ms",
-            f"  {'training stands still, of a step, first save':<64}{100 * stalls(found)[0]:6.1f} %",
-            f"  {'training stands still, of a step':<64}{_percent(stalls(found)[1:])}",
+            f"  {'training stands still, of a step':<64}{_percent(stalls(found))}",
             f"  {'a step meanwhile, of a quiet one':<64}{_percent(slower(found))}",
         ]
     for ranks, sizes in result.get("shares", {}).items():
@@ -128,7 +127,7 @@ def parts(result: Result) -> dict[str, str]:
     if about := result.get("about", {}).get("disk"):
         written["about"] = (
             f"{about['cpu']}, {about['cores']} cores; {about['time'][:10]}; numpy {about['versions']['numpy']};"
-            f" load average {about['load']:.1f}; commit {about['commit']}."
+            f" load average before {about['load']:.1f}; commit {about['commit']}."
         )
     return written
 
@@ -153,11 +152,8 @@ def _steps_table(steps: Result) -> str:
     rows = [f"| | bar | {' | '.join(names)} |", "|---|---|" + "--:|" * len(names)]
     quiet = (statistics.median(map(statistics.fmean, found["seconds"]["quiet"])) for found in steps.values())
     rows.append(f"| a quiet step | | {' | '.join(f'{seconds:.2f} s' for seconds in quiet)} |")
-    stalled = [stalls(found) for found in steps.values()]
-    first = " | ".join(f"{100 * of[0]:.1f} %" for of in stalled)
-    rows.append(f"| training stands still, of a step: the first save, which takes its memory | | {first} |")
-    later = " | ".join(_cell(of[1:]) for of in stalled)
-    rows.append(f"| training stands still, of a step: all others | < {100 * STALL:.0f} % | {later} |")
+    stalled = " | ".join(_cell(stalls(found), 1) for found in steps.values())
+    rows.append(f"| training stands still, of a step | < {100 * STALL:.0f} % | {stalled} |")
     beside = " | ".join(_cell([ratio - 1 for ratio in slower(found)]) for found in steps.values())
     rows.append(f"| a step takes longer while a save is written | | {beside} |")
     return "\n".join(rows)
@@ -170,9 +166,9 @@ def _shares_table(shares: Result) -> str:
     return "\n".join(rows)
 
 
-def _cell(values: list[float]) -> str:
-    low, high = 100 * min(values), 100 * max(values)
-    return f"**{100 * statistics.median(values):.0f} %** ({low:.0f} to {high:.0f})"
+def _cell(values: list[float], digits: int = 0) -> str:
+    low, middle, high = (100 * of(values) for of in (min, statistics.median, max))
+    return f"**{middle:.{digits}f} %** ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def files(result: Result) -> dict[Path, str]:

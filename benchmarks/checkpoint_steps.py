@@ -51,7 +51,9 @@ class Trainer:
         self.executor = Executor(
             self.model, self.optimizer, self.mesh, complete("1f1b", ranks=1, microbatches=1), ask=self.busy
         )
+        self.slabs = checkpoint.slabs_of(self.model.shares(), self.optimizer.state_tensors(), self.mesh)
         self.snapshot = checkpoint.Snapshot()
+        self.snapshot.reserve(self.slabs)
         self.steps = 0
 
     def busy(self) -> list[float]:
@@ -70,10 +72,9 @@ class Trainer:
 
     def begin(self) -> float:
         """Begin to save: copy the state of this rank; the seconds."""
-        slabs = checkpoint.slabs_of(self.model.shares(), self.optimizer.state_tensors(), self.mesh)
 
         def work() -> None:
-            self.saving = checkpoint.begin(self.run, self.steps, slabs, {}, world(), snapshot=self.snapshot)
+            self.saving = checkpoint.begin(self.run, self.steps, self.slabs, {}, world(), snapshot=self.snapshot)
 
         return self._slowest(work)
 

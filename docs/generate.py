@@ -118,7 +118,7 @@ def schedule_options_table() -> str:
 
 def checkpoint_options_table() -> str:
     """The options of the tools of `mpitrain checkpoint`."""
-    from mpitrain.checkpoint.command import TOOLS
+    from mpitrain.checkpoint.tools.command import TOOLS
 
     head, line, *_ = _options_of_a_command({}).splitlines()
     rows = [f"| tool {head}", f"|---{line}"]

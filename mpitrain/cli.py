@@ -79,7 +79,7 @@ def _dispatch(words: list[str]) -> int:
 
             return schedule(rest)
         case "checkpoint":
-            from mpitrain.checkpoint.command import main as checkpoint
+            from mpitrain.checkpoint.tools.command import main as checkpoint
 
             return checkpoint(rest)
         case "doctor":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 Points = list[tuple[float, float]]
@@ -76,7 +75,7 @@ def loss_curve(
     losses = [loss for _, loss in train + valid] or [1.0]
     # The first losses and rare spikes may leave the picture, the curve that is read may not.
     low, high = min(losses), max(max((loss for _, loss in mean + valid), default=1.0), _quantile(losses, 0.999))
-    log = 0 < low < high and (high / low > _STEEP if log is None else log)
+    log = 0 < low < high < 1e250 * low and (high / low > _STEEP if log is None else log)  # else a quotient overflows
     low, high = _margin(low, high, log)
     left_step = min([step for step, _ in train + valid[:1]] + bad + [1])
     right_step = max(last_step, left_step + 1)
@@ -125,14 +124,15 @@ def moving_mean(points: Points) -> Points:
     """
     count = len(points)
     half = count // 60
-    sums = [0.0, *accumulate(loss for _, loss in points)]
+    losses = [loss for _, loss in points]
     every = max(1, count // 400)
     chosen = sorted({*range(0, count, every), count - 1} - {-1})
     means: Points = []
     for i in chosen:
         reach = min(half, i // 4)
         start, stop = i - reach, min(i + reach + 1, count)
-        means.append((points[i][0], (sums[stop] - sums[start]) / (stop - start)))
+        # Not as a difference of running sums: after one loss of 1e18 that would be noise, and perhaps below zero.
+        means.append((points[i][0], math.fsum(losses[start:stop]) / (stop - start)))
     return means
 
 
@@ -255,7 +255,8 @@ def _thin(steps: Sequence[int]) -> Sequence[int]:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether it is a number that can be drawn: differences and powers of ten around it are finite, too."""
+    return isinstance(value, (int, float)) and -1e300 < value < 1e300
 
 
 def _clean(text: str) -> str:

@@ -40,20 +40,21 @@ def lay_out(
     space.set_obj_track_times(False)  # the same values make the same file
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
+    kinds: dict[Any, tuple[Any, Any]] = {}  # dtype -> the stored one, as HDF5 knows it, and a zero of it
     made = []
     for name, shape, dtype in datasets:
         if 0 in shape:
             continue
-        stored = np.dtype(dtype)
-        stored = np.dtype(np.uint16) if is_half(stored) and stored.kind != "f" else stored
-        kind, extent = h5py.h5t.py_create(stored, logical=True), h5py.h5s.create_simple(shape)
-        if not shape:
-            extent = h5py.h5s.create(h5py.h5s.SCALAR)
-        dataset = h5py.h5d.create(file.id, name.encode(), kind, extent, dcpl=space, lcpl=links)
-        made.append((name, dataset, extent, len(shape), stored))
+        if dtype not in kinds:
+            stored = np.dtype(dtype)
+            stored = np.dtype(np.uint16) if is_half(stored) and stored.kind != "f" else stored
+            kinds[dtype] = h5py.h5t.py_create(stored, logical=True), np.zeros(1, stored)
+        extent = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        dataset = h5py.h5d.create(file.id, name.encode(), kinds[dtype][0], extent, dcpl=space, lcpl=links)
+        made.append((name, dataset, extent, len(shape), *kinds[dtype]))
     one = h5py.h5s.create_simple((1,))
-    for _, dataset, extent, dims, stored in made if metadata_first else ():
+    for _, dataset, extent, dims, kind, zero in made if metadata_first else ():
         if dims:
             extent.select_hyperslab((0,) * dims, (1,) * dims)
-        dataset.write(one, extent, np.zeros(1, stored))  # the first value: now it is given its place
+        dataset.write(one, extent, zero, kind)  # the first value: now it is given its place
     return {name: dataset.get_offset() for name, dataset, *_ in made}

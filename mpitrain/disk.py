@@ -24,7 +24,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that sync the names 
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for its owner alone; those above it as the user's umask has them, and have their names on the disk."""
+    """Make a folder for its owner alone; those above it as the user's umask has them, their names on the disk."""
     missing = [above for above in path.parents if not above.exists()]
     with _told("make_folder", path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,9 +71,9 @@ def settings_of(flags: list[str], found: Path | None) -> Config:
     before, now = saved["dtype"], config.dtype
     if before != now and "float64" in (before, now):
         raise CheckpointError(
-            f"{found} was saved with dtype {show(before)}, now it is {now}: weights and moments of float64 are not"
-            " those of another.\nA run of float64 goes on in float64; one of float32, float16 or bfloat16, whose"
-            " masters are float32, in any of these three."
+            f"{found} was saved with dtype {show(before)}, now it is {now}: float64 is another run, with"
+            " weights and moments of its own.\nA run of float64 goes on in float64; one of float32, float16 or bfloat16"
+            " (masters of float32) in any of these three."
         )
     for name in MUST_STAY:
         before, now = (_meant(of, name) for of in (saved, asdict(config)))
@@ -129,7 +129,10 @@ class Keeper:
         self.seconds = 0.0
         self._say = say
         self._saving: checkpoint.Saving | None = None
-        self._snapshot = checkpoint.Snapshot() if config.async_save else None
+        self._snapshot: checkpoint.Snapshot | None = None
+        if config.async_save:
+            self._snapshot = checkpoint.Snapshot()
+            self._snapshot.reserve(self._tensors())
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -155,16 +158,13 @@ class Keeper:
         """
         self.publish()
         began = time.perf_counter()
-        reducer, world = self.executor.reducer, self.mesh.world
-        reducer.join()
-        states = {**self.optimizer.state_tensors(), **reducer.state_tensors()}
-        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh, reducer.apart)
+        self.executor.reducer.join()
         self._saving = checkpoint.begin(
             self.folder,
             step,
-            tensors,
+            self._tensors(),
             self._scalars(step),
-            world,
+            self.mesh.world,
             layout=self.mesh.sizes,
             keep=self.config.keep,
             read_back=self.config.read_back,
@@ -184,6 +184,12 @@ class Keeper:
         if saving is not None:
             self._say(f"saved {saving.finish()}")
 
+    def _tensors(self) -> list[checkpoint.SlabRef]:
+        """What this rank holds of all that is saved."""
+        reducer = self.executor.reducer
+        states = {**self.optimizer.state_tensors(), **reducer.state_tensors()}
+        return checkpoint.slabs_of(self.model.shares(), states, self.mesh, reducer.apart)
+
     def _scalars(self, step: int) -> dict[str, Any]:
         scalars = {
             "updates": self.optimizer.updates,
@@ -197,27 +203,31 @@ class Keeper:
 
     # -- resume -------------------------------------------------------------------------------------------------------
 
-    def resume(self, found: Sequence[Path]) -> int:
+    def resume(self, found: Sequence[Path], steps: int) -> int:
         """Fill weights, optimizer, reducer and scales from the first checkpoint that is not damaged.
 
-        Collective over the world.
+        Collective over the world.  Checkpoints of later steps, of a future that is given up, are renamed.
+
+        Args:
+            found: the newest first.
+            steps: of the run.
 
         Returns:
             The number of steps that are done.
 
         Raises:
-            CheckpointError: it does not fit, or all are damaged; the same on all ranks.
+            CheckpointError: it does not fit, has more steps behind it, or all are damaged; the same on all ranks.
         """
         for number, path in enumerate(found):
             try:
-                return self._fill(path)
+                return self._fill(path, steps)
             except CheckpointDamaged as error:
                 if number + 1 == len(found):
                     raise
                 self._say(f"Passed over: {error}")
         raise AssertionError("there was nothing to go on from")
 
-    def _fill(self, found: Path) -> int:
+    def _fill(self, found: Path, steps: int) -> int:
         """Fill everything from this checkpoint; the number of steps that are done."""
         optimizer, reducer, world = self.optimizer, self.executor.reducer, self.mesh.world
         shapes = checkpoint.shapes(found, world)
@@ -248,6 +258,10 @@ class Keeper:
             told[f"moments of all workers but the first are lost: --reducer {self.config.reducer} has one set"] = None
         self._resume_scaler(found, saved)
         self.seen = saved["tokens"]
+        if saved["step"] > steps:
+            raise CheckpointError(
+                f"{found} has {saved['step']} steps behind it, but --steps is {steps}.  Ask for more steps than that."
+            )
         together(world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=world.rank == 0)
         self._say(f"go on after step {saved['step']} from {found}\n")
         for text in told:

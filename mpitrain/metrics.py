@@ -47,7 +47,7 @@ class MetricsWriter:
                 if not stat.S_ISREG(os.lstat(self._path).st_mode):  # a link would lead out of the run
                     raise UserError(f"{self._path}: is not a regular file; metrics cannot be written there.")
                 _drop_from(self._path, first_step)
-            self._file: BinaryIO = open(self._path, "ab", opener=_to_append)  # noqa: SIM115  (closed by close)
+            self._file = open(self._path, "ab", buffering=0, opener=_to_append)  # noqa: SIM115  (closed by close)
         except OSError as error:
             raise self._refused(error) from None
 
@@ -63,9 +63,10 @@ class MetricsWriter:
         """
         assert step > self._last_step, (step, self._last_step)
         self._last_step = step
+        line = memoryview(line_of({"step": step, **values}).encode())
         try:
-            self._file.write(line_of({"step": step, **values}).encode())
-            self._file.flush()
+            while line:  # nothing is held back, which `close` would try again to write
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise self._refused(error) from None
 

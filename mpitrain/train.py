@@ -164,7 +164,7 @@ class Training:
         self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
         self.model: GPT = build_model(config, self.corpus, mesh)
         check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)
-        if not found:  # last, so that a mistake leaves no folder behind
+        if not found or not checkpoint.is_of(found[0], self.folder):  # last, so that a mistake leaves no folder behind
             together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
         self._lock = together(self.world, lambda: checkpoint.hold(self.folder), here=self.world.rank == 0)
         self.world.board.run_folder = str(self.folder)
@@ -197,11 +197,7 @@ class Training:
         self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps, self._answers)
         of_state = self.model, optimizer, self.executor
         self.keeper = Keeper(self.config, self.mesh, *of_state, self.corpus, self.folder, self._say)
-        done = self.keeper.resume(self.found) if self.found else 0
-        if done > steps:
-            raise CheckpointError(
-                f"{self.found[0]} has {done} steps behind it, but --steps is {steps}.  Ask for more steps than that."
-            )
+        done = self.keeper.resume(self.found, steps) if self.found else 0
         check_replicas([*self.model.parameters(), *self.model.shares()], self.mesh, f"before step {done + 1}")
         reducer = self.executor.reducer
         self.replicas = ReplicaCheck(self.model, optimizer, reducer, self.mesh, self.config.check_replicas)

@@ -100,7 +100,7 @@ def run_local(row: BadInput, folder: Path) -> str:
     if len(set(ends)) > 1:
         return f"ranks differ: {ends}"
     kind, message = ends[0]
-    if not kind.endswith("Error"):
+    if not kind.endswith(("Error", "CheckpointDamaged")):
         return f"{kind} {message}"
     return row.complaint(message, folder) or (f"took {seconds:.0f} s" if seconds > SECONDS else "")
 

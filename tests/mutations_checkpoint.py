@@ -25,7 +25,7 @@ from mpitrain.nn.parameter import Flat
 from mpitrain.optim.scaler import BlockScaler, LossScaler
 from mpitrain.parallel.local_sgd import LocalSgd
 from mpitrain.parallel.powersgd.state import ERROR, Memory, Q
-from mpitrain.parallel.stale import Stale
+from mpitrain.parallel.stale import Pending, Stale
 
 OF_CHECKPOINTS: list[OfCheckpoint] = []
 
@@ -476,4 +476,24 @@ def _() -> Iterator[None]:
 @of_checkpoints("moments are not read by an optimizer that has some", "one rank to dp3")
 def _() -> Iterator[None]:
     with loaded(lambda slab: slab if slab.name.startswith("weight/") else None):
+        yield
+
+
+@of_checkpoints("late gradients of a damaged checkpoint are kept", "damaged, stale workers", "C63")
+def _() -> Iterator[None]:
+    with put(Pending, "forget", lambda self: None):
+        yield
+
+
+@of_checkpoints("moments of a damaged checkpoint are kept", "damaged, local", "C63")
+def _() -> Iterator[None]:
+    to_fill = LocalSgd.state_to_fill
+
+    def keeps(self: LocalSgd, shapes: Any) -> Any:
+        read = self._read
+        states = to_fill(self, shapes)
+        self._read = self._read or read
+        return states
+
+    with put(LocalSgd, "state_to_fill", keeps):
         yield

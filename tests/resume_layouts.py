@@ -124,6 +124,7 @@ class Matrix:
         self._text.write_text(TEXT)
         self._saved: dict[str, tuple[Path, State]] = {}
         self._steps: dict[tuple[str, str], State] = {}
+        self._pairs = 0
         self.gap = 0.0
         self.reference = self._train("one rank", "reference", stop=SAVED + 1)
         self.lines = metrics(folder / "reference")
@@ -140,7 +141,8 @@ class Matrix:
     def pair(self, saves: str, loads: str) -> list[str]:
         """Load in one layout what another has saved, and make a step; what is wrong then, nothing if all is well."""
         path, state = self.saved(saves)
-        run = f"pair-{names(self.model, self.dtype).index(saves)}-{names(self.model, self.dtype).index(loads)}"
+        self._pairs += 1
+        run = f"pair-{self._pairs}"
         watch = self._train(loads, run, stop=SAVED + 1, resume=path)
         wrong = [f"loaded otherwise than saved: {name}" for name in self._changed(state, watch.states[SAVED], loads)]
         if watch.data() != {SAVED: self.reference.data()[SAVED]}:
@@ -156,8 +158,7 @@ class Matrix:
         """How far the next step is from the reference's."""
         mine, tolerance = watch.states[SAVED + 1], TOLERANCE[self.dtype]
         if loads in HALVES or saves in HALVES:
-            alone = self._alone(saves, loads)
-            return [] if near(mine, alone) else ["the next step is not that of one rank in this precision"]
+            return far(mine, self._alone(saves, loads), self.saved(saves)[1], NEAR[self.model])
         wrong = []
         for kind, of in kinds(self.reference.states[SAVED + 1].tensors).items():
             found = compare(kinds(mine.tensors)[kind], of, tolerance, kind)
@@ -209,18 +210,20 @@ def kinds(tensors: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]
     return found
 
 
-def near(mine: State, other: State) -> bool:
-    """Whether weights are as near as gradients that were rounded to halves in another order let them be.
+NEAR = {"dense": 0.01, "experts": 0.1}
+"""How far halves that were rounded in another order may be, as a part of the way of a step; a token between two experts
+may go to the other one, which the whole step feels."""
 
-    AdamW's step is at most a few learning rates long, and its direction where a gradient is noise is noise: so the
-    differences of all elements of a tensor together are compared with the way that they went.
-    """
+
+def far(mine: State, other: State, before: State, part: float) -> list[str]:
+    """Weights of which two steps, from the same place, are apart by more than a part of their way."""
+    found = []
     for name, tensor in other.tensors.items():
         if name.startswith("weight/"):
-            gap = np.linalg.norm(mine.tensors[name] - tensor)
-            if not gap <= 0.05 * 0.001 * np.sqrt(tensor.size):
-                return False
-    return True
+            gap, way = (float(np.linalg.norm(of.tensors[name] - tensor)) for of in (mine, before))
+            if not gap <= part * way:
+                found.append(f"{name} is {gap:.1e} from where one rank goes in this precision, {way:.1e} far")
+    return found
 
 
 def _command() -> int:

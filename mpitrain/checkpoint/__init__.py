@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.checkpoint import hdf5
-from mpitrain.checkpoint.folders import claim, hold, latest, locate, retire_after, survey, sweep
+from mpitrain.checkpoint.folders import claim, hold, is_of, latest, locate, retire_after, survey, sweep
 from mpitrain.checkpoint.layout import SlabRef, counted_here, holder, slabs_of
 from mpitrain.checkpoint.manifest import Manifest, Slab, read_manifest
 from mpitrain.checkpoint.saving import Saving, Snapshot, agreed, begin, save, some
@@ -34,6 +34,7 @@ __all__ = [
     "find",
     "hold",
     "holder",
+    "is_of",
     "latest",
     "load",
     "read_manifest",

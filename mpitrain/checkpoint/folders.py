@@ -32,6 +32,11 @@ def folder_of(run: str | os.PathLike[str], step: int) -> Path:
     return Path(run) / "checkpoints" / f"step-{step:08}"
 
 
+def is_of(folder: Path, run: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint lies in the folder of this run."""
+    return folder.resolve().parent == (Path(run) / "checkpoints").resolve()
+
+
 def unfinished(folder: Path) -> Path:
     """The name of a checkpoint while it is written."""
     return folder.with_name(f".tmp-{folder.name}")
@@ -188,11 +193,16 @@ def hold(run: str | os.PathLike[str]) -> int:
     however it ends; where the file system knows no locks, there is none.
 
     Raises:
-        CheckpointError: another job holds it.
+        CheckpointError: another job holds it, or nothing can be written there.
     """
-    os.makedirs(run, mode=0o700, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(Path(run) / ".lock", flags, 0o600)
+    try:
+        os.makedirs(run, mode=0o700, exist_ok=True)
+        descriptor = os.open(Path(run) / ".lock", flags, 0o600)
+    except OSError as error:
+        raise CheckpointError(
+            f"--run {show(run)}: cannot be written: .lock: {error.strerror}.  Choose another folder, or mend this one."
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

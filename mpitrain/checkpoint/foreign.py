@@ -234,7 +234,9 @@ def _believe(answer: Any, names: list[str] | None, nbytes: int, path: str) -> di
         what = f"{show(name)} {why}" if name else why if why.startswith("HDF5") else f"it {why}"
         raise CheckpointError(f"{path} is refused: {what}.")
     try:
-        datasets = {name: _dataset(name, *about, nbytes) for name, *about in answer["datasets"]}
+        datasets = {
+            name: _dataset(name, shape, dtype, place, nbytes) for name, shape, dtype, place in answer["datasets"]
+        }
         if names is not None and list(datasets) != list(dict.fromkeys(names)):
             raise ValueError
         return datasets

@@ -57,19 +57,23 @@ def main() -> None:
     ):
         resource.setrlimit(limit, (value, value))
     sys.path[:] = request["path"]
+    sys.stdout.write(answer(request["descriptor"], request["names"]))
+    sys.stdout.flush()
+
+
+def answer(descriptor: int, names: list[str] | None) -> str:
+    """What an open file holds, or why it is refused.  Afterwards this process cannot open files any more."""
     try:
-        answer = {"datasets": list(_look(request["descriptor"], request["names"]))}
-        text = json.dumps(answer)
+        text = json.dumps({"datasets": list(_look(descriptor, names))})
         if len(text) > MAX_ANSWER:
             raise Refused("", f"is described by {len(text)} bytes; at most {MAX_ANSWER} are allowed")
+        return text
     except Refused as refused:
-        text = json.dumps({"refused": refused.args})
+        return json.dumps({"refused": refused.args})
     except MemoryError:
-        text = json.dumps({"refused": ["", "takes more memory to look at than is allowed"]})
+        return json.dumps({"refused": ["", "takes more memory to look at than is allowed"]})
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        text = json.dumps({"refused": ["", f"HDF5 cannot read it: {' '.join(str(error).split())[:160]}"]})
-    sys.stdout.write(text)
-    sys.stdout.flush()
+        return json.dumps({"refused": ["", f"HDF5 cannot read it: {' '.join(str(error).split())[:160]}"]})
 
 
 def _look(descriptor: int, names: list[str] | None) -> Iterator[list[Any]]:

@@ -3,7 +3,7 @@
 A file is HDF5: contiguous datasets, one a slab, under the tensor's name; nothing else, no attributes, links, filters or
 chunks, and its metadata carry checksums (`libver` v110).  HDF5 only lays it out, in memory:
 
-    metadata | large slabs, each at a page of its own | small slabs, one after the other
+    metadata | large slabs, each at a page of its own | small slabs, one after the other | a little more of metadata
 
 Once that is known, the file is written once, front to back, by plain writes, while other threads take the sums
 (`sums`): SHA-256 of the file, CRC-32 of each block of each slab and of all that is no slab.  So the same values make

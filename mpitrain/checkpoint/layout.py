@@ -145,7 +145,7 @@ def check_slabs(slabs: Sequence[SlabRef]) -> None:
     seen: set[str] = set()
     for slab in slabs:
         if not NAME.fullmatch(slab.name) or len(slab.name) > LONGEST_NAME or slab.name in seen:
-            allowed = f"may only have letters, digits, _ - and single dots, {LONGEST_NAME} of them, and 8 parts between /"
+            allowed = f"may only have letters, digits, _ - and single dots, {LONGEST_NAME} in all, 8 parts between /"
             why = "stands twice" if slab.name in seen else allowed
             raise CheckpointError(f"Tensor {slab.name!r} cannot be saved: its name {why}.")
         if slab.array.dtype.name not in DTYPES:

@@ -32,20 +32,45 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.together import together
 from mpitrain.errors import CheckpointError, UserError
 
+_WAY_OUT = "\nEarlier checkpoints are as they were: see to the disk, and go on with --resume latest."
+
 
 class Snapshot:
     """Copies of what is being saved, in memory that is used again at the next save."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Array] = {}
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, tensors: Sequence[SlabRef]) -> None:
+        """Take the memory for these slabs, in a thread of its own.
+
+        A system hands memory out when it is first written, page by page, which takes longer than to copy: so long the
+        first save would hold up training.
+        """
+        parts = [hdf5.Part(slab.name, slab.array, written) for slab in tensors if (written := slab.written) is not None]
+
+        def write_once() -> None:
+            for part in parts:
+                self._room(part).fill(0)
+
+        self._reserving = threading.Thread(target=write_once, name="memory of a snapshot", daemon=True)
+        self._reserving.start()
 
     def take(self, part: hdf5.Part) -> hdf5.Part:
         """A copy in memory of the host."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        kept = self._room(part)
+        kept[...] = to_host(part.array[part.part])
+        return hdf5.Part(part.name, kept, tuple(slice(0, length) for length in part.shape))
+
+    def _room(self, part: hdf5.Part) -> Array:
         kept = self._copies.get(part.name)
         if kept is None or kept.shape != part.shape or kept.dtype != part.array.dtype:
             kept = self._copies[part.name] = np.empty(part.shape, part.array.dtype)
-        kept[...] = to_host(part.array[part.part])
-        return hdf5.Part(part.name, kept, tuple(slice(0, length) for length in part.shape))
+        return kept
 
 
 class Saving:
@@ -103,10 +128,10 @@ class Saving:
         """
         draft, world = unfinished(self.folder), self._world
         try:
-            agreed(world, self._write, f"{draft / self._file} cannot be written")
+            agreed(world, self._write, f"{draft / self._file} cannot be written", _WAY_OUT)
             mine = None if self._written is None else [tuple(self._written.entry), self._written.slabs]
             told = world.exchange([self._file, mine, self._told])
-            agreed(world, lambda: self._conclude(told), f"{self.folder} cannot be completed")
+            agreed(world, lambda: self._conclude(told), f"{self.folder} cannot be completed", _WAY_OUT)
         except UserError:
             _discard(draft, world)
             raise
@@ -183,7 +208,7 @@ def begin(
             disk.make_folder(unfinished(folder))
 
     try:
-        agreed(world, start, f"{unfinished(folder)} cannot be made")
+        agreed(world, start, f"{unfinished(folder)} cannot be made", _WAY_OUT)
     except UserError:
         _discard(unfinished(folder), world)
         raise
@@ -222,11 +247,11 @@ def _discard(draft: Path, world: Communicator) -> None:
     together(world, lambda: disk.remove_tree(draft), here=world.rank == 0)
 
 
-def agreed(world: Communicator, work: Callable[[], Any], otherwise: str) -> Any:
+def agreed(world: Communicator, work: Callable[[], Any], otherwise: str, way_out: str = "") -> Any:
     """`together`, with what the disk refuses as a CheckpointError that begins with `otherwise`."""
 
     def refused(error: Exception) -> CheckpointError:
-        return CheckpointError(f"{otherwise} (rank {world.rank}): {hdf5.reason(error)}.")
+        return CheckpointError(f"{otherwise} (rank {world.rank}): {hdf5.reason(error)}.{way_out}")
 
     return together(world, work, refused=refused)
 

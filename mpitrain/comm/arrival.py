@@ -17,6 +17,7 @@ import threading
 import time
 
 from mpitrain.comm.launcher import announced
+from mpitrain.comm.library_memory import forget_names
 
 THREAD_MULTIPLE = 3  # in the ABIs of Open MPI and MPICH (and Intel MPI, MVAPICH, which follow MPICH)
 
@@ -65,7 +66,7 @@ def _give_up(limit: float) -> None:
         os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         first = True
     except FileExistsError:
-        first = False
+        first = not _is_ours(claim)  # somebody else's file must not silence us
     except OSError:
         first = True  # no place to agree in: rather said twice than never
     if first:
@@ -74,7 +75,16 @@ def _give_up(limit: float) -> None:
     if first:
         with contextlib.suppress(OSError):
             os.unlink(claim)
+    forget_names()  # those who never came do not need them
     os._exit(1)
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a rank of this user made the file; true of one that is gone again."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return True
 
 
 def _claim_path() -> str:

@@ -34,6 +34,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from mpitrain.comm.board import FlightBoard
+from mpitrain.comm.launcher import is_task_of_slurm
 from mpitrain.comm.lifeline import Lifeline
 from mpitrain.comm.page import UNKNOWN_CODE, stable_hash
 from mpitrain.comm.site import site_of
@@ -209,10 +210,9 @@ class Guard:
 
     def _die_with_launcher(self) -> None:
         """Have the kernel kill this rank when the launcher dies (Open MPI's ranks would live on)."""
+        if is_task_of_slurm(self._parent):  # it ends its ranks itself, and its threads come and go
+            return
         try:
-            with open(f"/proc/{self._parent}/comm", encoding="utf-8", errors="replace") as file:
-                if file.read().startswith("slurmstepd"):  # ends its ranks itself; its threads come and go
-                    return
             libc = ctypes.CDLL(None)
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         except (OSError, AttributeError):  # not Linux

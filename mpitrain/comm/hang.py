@@ -60,10 +60,11 @@ class Seen:
         one, several = ("waits", "wait") if call is not None else ("runs", "run")
         if self.still:
             one, several = (f"{verb} {self.still}" for verb in ("is", "are"))
+        step = f", step {page.step}" if page.step else ""
         if call is not None:
-            return one, several, f" in {call}" + (f", at {page.site}" if page.site else "")
+            return one, several, f" in {call}" + (f", at {page.site}" if page.site else "") + step
         after = f", after {last[0]}" if page.state != NEW and last else " and never entered a call"
-        return one, several, self._site() + after
+        return one, several, self._site() + after + step
 
     def _site(self) -> str:
         """Where it runs, as far as that is known."""

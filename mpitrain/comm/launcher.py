@@ -59,6 +59,15 @@ def one_host(environ: Mapping[str, str]) -> bool:
     return size > 0 and size == _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
+def is_task_of_slurm(parent: int) -> bool:
+    """Whether that process is the one by which Slurm watches the tasks of a step: srun has started us, not mpirun."""
+    try:
+        with open(f"/proc/{parent}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().startswith("slurmstepd")
+    except OSError:  # not Linux
+        return False
+
+
 def check_size(environ: Mapping[str, str], size: int) -> None:
     """Refuse a world whose size is not what the launcher started.
 

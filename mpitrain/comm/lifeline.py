@@ -37,7 +37,7 @@ class Lifeline:
     Attributes:
         can_listen: True if a thread beside the main one may use MPI.
         keeps_codes: True if the launcher reports the exit code that all ranks leave MPI with.  MPICH's may report 9
-            (it kills the others when the first has ended), and 0 where codes differ.
+            (it kills the others when the first has ended), and 0 where codes differ.  srun does with any MPI.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ from mpitrain.comm.board import FlightBoard
 from mpitrain.comm.board_file import BoardFile, sweep
 from mpitrain.comm.guard import Guard
 from mpitrain.comm.in_flight import InFlight
-from mpitrain.comm.launcher import one_host
+from mpitrain.comm.launcher import is_task_of_slurm, one_host
+from mpitrain.comm.library_memory import forget_names
 from mpitrain.comm.lifeline import Lifeline, host_name
 from mpitrain.comm.mpi_transport import MpiTransport
 from mpitrain.comm.page import PROBED
@@ -99,7 +100,8 @@ def _start(mpi: Any, parent: int) -> MpiStart:
     threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
     private = mpi.COMM_WORLD.Dup()
     board = _make_board(private)
-    keeps_codes = library.startswith("Open MPI")
+    forget_names()
+    keeps_codes = library.startswith("Open MPI") or is_task_of_slurm(parent)
     lifeline = Lifeline(private, mpi, can_listen=threads, keeps_codes=keeps_codes, before_end=flight.stop)
     watch = Watch(board, lifeline)
     Guard(board, watch, lifeline, parent).install(mpi)

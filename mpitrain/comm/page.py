@@ -162,6 +162,11 @@ class Page:
         return self.words[SINCE]
 
     @property
+    def step(self) -> int:
+        """The step that it is in, from 1; 0 before the first."""
+        return self.words[STEP]
+
+    @property
     def looked(self) -> int:
         """When its owner's look last ran, by the same clock; 0: never."""
         return self.words[LOOKED]

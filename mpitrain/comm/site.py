@@ -15,7 +15,7 @@ from types import FrameType
 from mpitrain.comm.page import FROM
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
-_PARTS = ("comm/", "autograd/", "nn/", "debug/", "collectives.py", "events.py", "pipeline/hunter.py")
+_PARTS = ("comm/", "autograd/", "nn/", "debug/", "collectives.py", "events.py", "faults/", "pipeline/hunter.py")
 _PLUMBING = tuple(_PACKAGE + part for part in _PARTS)
 _FACTOR, _MASK = 1000003, (1 << 64) - 1
 

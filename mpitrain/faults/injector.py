@@ -88,8 +88,8 @@ class Injector:
             return True
         path = self._notes / _note_name(place, fault)
         try:
-            if not self._notes.is_dir():
-                self._notes.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self._notes.parent, self._notes):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write(path, f"{fault}\n")
             _sync_folder(self._notes)
         except OSError as error:

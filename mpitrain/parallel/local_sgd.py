@@ -128,7 +128,7 @@ class LocalSgd(WorkerReducer):
     def state_to_fill(self, saved: Mapping[str, tuple[int, ...]]) -> States:
         """Those of this worker, on as many workers; else the first one's, which the optimizer reads, are for all."""
         here = self._moments()
-        self._lost = False
+        self._lost, self._read = False, []  # another checkpoint, a damaged one, may have been read before
         if self.average_moments or any(
             saved.get(f"{OWN}{name}") != (self.axis.size, *t.full_shape) for name, t in here.items()
         ):

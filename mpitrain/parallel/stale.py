@@ -96,6 +96,7 @@ class Stale(FlatReducer):
         Raises:
             CheckpointError: it is of a run with more staleness.
         """
+        self.pending.forget()
         self.pending.steps = len({name.partition("/")[0] for name in saved if name.startswith(KIND)})
         if self.pending.steps > self.staleness:
             raise CheckpointError(self._odd())
@@ -191,6 +192,7 @@ class StaleWorkers(WorkerReducer):
         Raises:
             CheckpointError: it is of a run with other workers, or another staleness.
         """
+        self.pending.forget()
         found = {(name.partition("/")[0], shape[0]) for name, shape in saved.items() if name.startswith(KIND)}
         wanted = {(_kind(age), len(late)) for age, late in self._late().items()}
         self._begins = not found and bool(wanted)
@@ -242,6 +244,12 @@ class Pending:
         while len(self._places) < age:
             self._places.append(self._room())
         return [*zip(self._parameters, self._places[age - 1], strict=True)]
+
+    def forget(self) -> None:
+        """Nothing was handed in; what was read before of a checkpoint that is damaged is not there."""
+        self.steps = 0
+        for vector in self.vectors:
+            vector[...] = 0
 
     def exchange(self) -> bool:
         """Hand in the gradients of this step, and put those of `delay` steps ago in their place.

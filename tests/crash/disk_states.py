@@ -5,10 +5,11 @@
     disk.do(operation)                        one after the other; the power may fail after each
     disk.lay_out(into, fate)                  one of the states in which the disk may then be
 
-The model is the one that SQLite's crash tests and ALICE (Pillai et al., OSDI 2014) use, with nothing that only some file systems promise.
-A file has what was written before its last sync, and of later writes any subset, in any order, each perhaps cut short;
-its length may have come without its data.  A folder has the names that it had at its last sync, and of later changes any
-subset, in any order: a new file's name is one, also when the file itself was synced; a rename is one, and whole.
+The model is the one that SQLite's crash tests and ALICE (Pillai et al., OSDI 2014) use, without anything that only some
+file systems promise.  A file has what was written before its last sync, and of later writes any subset, in any order,
+each perhaps cut short; its length may have come without its data.  A folder has the names that it had at its last sync,
+and of later changes any subset, in any order: a new file's name is one, also when the file itself was synced; a rename
+is one, and whole.
 """
 
 from __future__ import annotations

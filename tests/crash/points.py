@@ -24,14 +24,18 @@ Blow = Callable[[Event], None]
 class Points:
     """A listener of one rank that numbers its points from 1.
 
+    Args:
+        kinds: of events that are points.
+        start: count from the beginning, too.
+
     Attributes:
         passed: kind and name of all points so far.
     """
 
-    def __init__(self, kinds: tuple[str, ...] = ("disk", "message")) -> None:
+    def __init__(self, kinds: tuple[str, ...] = ("disk", "message"), start: bool = False) -> None:
         self.kinds = kinds
         self.passed: list[tuple[str, str]] = []
-        self._counting = False
+        self._counting = start
         self._lock = threading.Lock()  # a save in the background has a thread of its own
 
     def __call__(self, event: Event) -> None:
@@ -53,11 +57,13 @@ class Strike(Points):
     Args:
         number: of the point.
         blow: what to do there.
-        kinds: as `Points` has it.
+        kinds, start: as `Points` has them.
     """
 
-    def __init__(self, number: int, blow: Blow, kinds: tuple[str, ...] = ("disk", "message")) -> None:
-        super().__init__(kinds)
+    def __init__(
+        self, number: int, blow: Blow, kinds: tuple[str, ...] = ("disk", "message"), start: bool = False
+    ) -> None:
+        super().__init__(kinds, start)
         self.number, self.blow = number, blow
 
     def at(self, number: int, event: Event) -> None:

@@ -136,9 +136,12 @@ class Reference:
 
     def copy(self, run: Path, steps: Collection[int | str]) -> None:
         """Put checkpoints of these steps into a run, as if it had stopped after the last one."""
-        for name in ("config.toml", "metrics.jsonl"):
-            if steps:
-                shutil.copy(self.run / name, run)
+        if steps:
+            shutil.copy(self.run / "config.toml", run)
+            lines = (self.run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (run / "metrics.jsonl").write_text(
+                "".join(lines[: max(3 if step == "other" else int(step) for step in steps)])
+            )
         for step in steps:
             source = self.other if step == "other" else _checkpoint(self.run, int(step))
             shutil.copytree(source, run / "checkpoints" / source.name)
@@ -292,5 +295,5 @@ def kept_later_steps():
 
     The trainer renames them; a script of one's own may not, and then saves over them.
     """
-    with mock.patch.object(checkpoint, "retire_after", lambda *_: []):
+    with mock.patch.object(checkpoint, "retire_after", return_value=[]):
         yield

@@ -353,6 +353,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     # docs/how-to/fuzz.md
     ".venv/bin/python tests/fuzz_graphs.py --graphs 20000": (f"python {ROOT}/tests/fuzz_graphs.py --graphs 40", ""),
+    ".venv/bin/python tests/fuzz_files.py --files 20000": (f"python {ROOT}/tests/fuzz_files.py --files 45", ""),
     ".venv/bin/python tests/fuzz_graphs.py --seed 20000 --seconds 3600": (
         f"python {ROOT}/tests/fuzz_graphs.py --seed 20000 --graphs 40",
         "",
@@ -427,7 +428,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/b --resume auto --max-seconds 7200": (
         f"python examples/train_gpt.py --run runs/b --resume auto --max-seconds 0.1 {TINY} --steps 9 || test $? = 85\n"
-        "ls runs/b/checkpoints/step-00000001",
+        "ls -d runs/b/checkpoints/step-*",
         "",
     ),
     # docs/how-to/resume-elsewhere.md
@@ -585,10 +586,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "MPITRAIN_FAULTS='raise rank=1 at=message:all_reduce' mpitrain local -n 2 train.py || [ $? = 1 ]; echo over",
         "",
     ),
-    # docs/how-to/run-on-a-cluster.md
-    "./run_mpi.sh examples/train_gpt.py --run runs/$SLURM_JOB_ID --steps 20000 --save-every 1000": (
-        f"python examples/train_gpt.py --run runs/7 --steps 4 --save-every 2 {TINY}",
-        "",
+    # docs/how-to/run-on-a-cluster.md, docs/how-to/a-slurm-job-and-its-preemption.md; in Slurm: tests/mpi/test_slurm.py
+    "sbatch examples/slurm/job.sh": (
+        "sed -e 's/^setup() .*/setup() { :; }/' -e 's/^train=.*/train=(-n 2 examples\\/train_gpt.py --steps 2"
+        f" --save-every 1 {TINY})/' examples/slurm/job.sh >job.sh\n"
+        "SLURM_JOB_ID=7 bash job.sh && ls -d runs/7/checkpoints/step-00000002",
+        MPI,
     ),
 }
 
@@ -699,10 +702,21 @@ def test_a_command_of_the_documents_works(command: str, folder: Path, run: Calla
     assert run(COMMANDS[command][0], folder).strip()
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
-def test_a_shell_script_of_the_documents_is_one(block: Block) -> None:
-    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
-    assert commands_of(block)
+SHELL_SCRIPTS = {str(block): block.text for block in BLOCKS if block.language == "bash"}
+SHELL_SCRIPTS |= {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "examples").rglob("*.sh"))}
+
+
+@pytest.mark.parametrize("name", SHELL_SCRIPTS)
+def test_a_shell_script_of_the_documents_and_examples_is_one(name: str) -> None:
+    subprocess.run(["bash", "-n"], input=SHELL_SCRIPTS[name], text=True, check=True)
+
+
+def test_slurm_reads_all_options_of_a_job_script() -> None:
+    """It stops at the first command, without a word."""
+    for name, script in SHELL_SCRIPTS.items():
+        lines = script.splitlines()
+        first = next(number for number, line in enumerate(lines) if line.strip() and not line.startswith("#"))
+        assert not [line for line in lines[first:] if line.startswith("#SBATCH")], name
 
 
 # -------------------------------------------------------------------------------------------------------------- Python

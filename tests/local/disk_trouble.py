@@ -5,8 +5,9 @@
     PYTHONPATH=.:tests python tests/local/disk_trouble.py --real        real disks alone
 
 What is refused is an operation of a save on one rank: ENOSPC, EIO, EDQUOT, EACCES, EROFS, ESTALE.  Real disks are full,
-read-only, forbidden to the user, or of limited files; locks may be unknown to them.  Then either all ranks end with one and the same message of at most five lines, or all go on; within ten seconds; the
-checkpoints of before load, bit for bit; and the run, started again where it can be written, comes to the same end.
+read-only, forbidden to the user, or of limited files; locks may be unknown to them.  Then either all ranks end with one
+and the same message of at most five lines, or all go on; within ten seconds; the checkpoints of before load, bit for
+bit; and the run, started again where it can be written, comes to the same end.
 
 Exit code: 0 if all of that holds.
 """
@@ -59,17 +60,26 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-def operations_of(reference: Reference, scene: Scene) -> list[list[tuple[str, str]]]:
-    """Of each rank, the disk operations of a training that nobody disturbs."""
-    listeners = [_operations() for _ in range(RANKS)]
+def operations_of(reference: Reference, scene: Scene, start: bool = False) -> list[list[tuple[str, str]]]:
+    """Of each rank, the disk operations of a training that nobody disturbs, from its first update or its start on."""
+    listeners = [Points(("disk",), start) for _ in range(RANKS)]
     with _run(reference) as run, kept_later_steps():
         reference.train(run, *reference.prepare(scene, run), listener=lambda world: listeners[world.rank])
     return [listener.passed for listener in listeners]
 
 
-def refuse_at(reference: Reference, scene: Scene, rank: int, number: int, code: int, tally: Tally, go_on: bool) -> None:
-    """Refuse one operation of one rank, and judge how that ends."""
-    strike = Strike(number, refuse(code), kinds=("disk",))
+def refuse_at(
+    reference: Reference,
+    scene: Scene,
+    rank: int,
+    number: int,
+    code: int,
+    tally: Tally,
+    go_on: bool,
+    start: bool = False,
+) -> None:
+    """Refuse one operation of one rank, counted from the first step on or from the start, and judge how that ends."""
+    strike = Strike(number, refuse(code), ("disk",), start)
     with _run(reference) as run, kept_later_steps():
         flags = reference.prepare(scene, run)
         name = f"{scene.name}: rank {rank}, operation {number}, {errno.errorcode[code]}"
@@ -111,7 +121,7 @@ def goes_on(reference: Reference, scene: Scene, run: Path, name: str, tally: Tal
         tally.wrong.append(f"{name}: it does not go on: {ended.last_words}")
 
 
-# ------------------------------------------------------------------------------------------------------------ real disks
+# ----------------------------------------------------------------------------------------------------------- real disks
 
 
 def full(reference: Reference, tally: Tally, kibibytes: int) -> None:
@@ -226,11 +236,6 @@ def _run(reference: Reference) -> Iterator[Path]:
         yield Path(folder) / "run"
 
 
-def _operations() -> Points:
-    """Counts where an error can be put in the place of an operation."""
-    return Points(kinds=("disk",))
-
-
 def tell(name: str, tally: Tally, seconds: float) -> None:
     print(
         f"{name:36}{tally.tried:8}{tally.stopped:9}{tally.longest:9.1f} s{len(tally.wrong):7}{seconds:8.0f} s",
@@ -252,15 +257,18 @@ def main() -> None:
     print(f"{'scene':36}{'tried':>8}{'stopped':>9}{'longest':>11}{'wrong':>7}{'time':>10}")
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder))
-        for scene in (scene for scene in SCENES.values() if options.scene in scene.name and not options.real):
+        rows = [(scene.name, scene, False) for scene in SCENES.values()]
+        for name, scene, start in [("the start of a run that goes on", BESIDE, True), *rows]:
+            if options.scene not in name or options.real:
+                continue
             began, tally = time.monotonic(), Tally()
-            places = [
-                (rank, n) for rank, of in enumerate(operations_of(reference, scene)) for n in range(1, len(of) + 1)
-            ]
+            all_, saves = (operations_of(reference, scene, begins) for begins in (start, False))
+            lengths = [len(of) - (len(later) if start else 0) for of, later in zip(all_, saves, strict=True)]
+            places = [(rank, number) for rank, count in enumerate(lengths) for number in range(1, count + 1)]
             for index, (rank, number) in enumerate(places):
                 for code in CODES if options.all else (CODES[index % len(CODES)],):
-                    refuse_at(reference, scene, rank, number, code, tally, tally.tried % options.go_on == 0)
-            tell(scene.name, tally, time.monotonic() - began)
+                    refuse_at(reference, scene, rank, number, code, tally, tally.tried % options.go_on == 0, start)
+            tell(name, tally, time.monotonic() - began)
             tallies.append(tally)
         for name, work in real_troubles(may_mount()):
             began, tally = time.monotonic(), Tally()

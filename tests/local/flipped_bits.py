@@ -3,10 +3,11 @@
     PYTHONPATH=.:tests python tests/local/flipped_bits.py                    5,000 flips, 500 cuts, and the rest
     PYTHONPATH=.:tests python tests/local/flipped_bits.py --flips 100000 --cuts 0
 
-Half of the flipped bits lie anywhere in the set of files, a quarter in the manifest, a quarter in what of the HDF5 files
-is no tensor's data.  Files are cut short, put in each other's place, deleted, replaced by those of an earlier step;
-blocks within a file change places.  What loads is compared with what was saved, tensors and scalars to the last bit.
-Loading runs in a process of its own with a time limit, so a crash or an endless loop is seen, and on four ranks now and then.
+Half of the flipped bits lie anywhere in the set of files, a quarter in the manifest, a quarter in what of the HDF5
+files is no tensor's data.  Files are cut short, put in each other's place, deleted, replaced by those of an earlier
+step; blocks within a file change places.  What loads is compared with what was saved, tensors and scalars to the last
+bit.  Loading runs in a process of its own with a time limit, so a crash or an endless loop is seen, and on four ranks
+now and then.
 
 Exit code: 0 if nothing loaded that should not, nothing crashed, and files and tensors were named in 95 % of the cases.
 """

@@ -1,14 +1,14 @@
 """Kill a training at every point of its saves, and look whether a complete checkpoint is left.
 
-    PYTHONPATH=.:tests python tests/local/kill_points.py                    every point of every scene, 500 random moments
+    PYTHONPATH=.:tests python tests/local/kill_points.py                every point of every scene, 500 random moments
     PYTHONPATH=.:tests python tests/local/kill_points.py --scene background --random 0
-    PYTHONPATH=.:tests python tests/local/kill_points.py --every 10         each tenth point
+    PYTHONPATH=.:tests python tests/local/kill_points.py --every 10     each tenth point
 
-The trainer itself runs, in a forked child (tests/crash/training.py): two stages, two data parallel ranks, ZeRO-1.  A point is the
-beginning of a disk operation or of a message of one rank, from the update before the first save to the end.
-At each, SIGKILL.  Then: every checkpoint that is shown loads; it is one of the undisturbed run, bit for bit, never a
-mix of two steps; and there is one not older than those that were there before.  Some of the runs then go on to the end, where
-they must have come to the same weights, with nothing left over on the disk.
+The trainer itself runs, in a forked child (tests/crash/training.py): two stages, two data parallel ranks, ZeRO-1.  A
+point is the beginning of a disk operation or of a message of one rank, from the update before the first save to the
+end.  At each, SIGKILL.  Then: every checkpoint that is shown loads; it is one of the undisturbed run, bit for bit,
+never a mix of two steps; and there is one not older than those that were there before.  Some of the runs go on to the
+end, where they must have come to the same weights, with nothing left over on the disk.
 
 Exit code: 0 if nothing is lost, damaged or left over.
 """
@@ -67,7 +67,8 @@ def points_of(reference: Reference, scene: Scene) -> list[list[tuple[str, str]]]
         flags = reference.prepare(scene, run)
         reference.train(run, *flags, listener=lambda world: listeners[world.rank])
         verdict = reference.judge(run, scene, scene.stop)
-        assert not verdict.lost and not verdict.damaged, verdict
+        assert verdict.lost == "", verdict
+        assert verdict.damaged == [], verdict
     return [listener.passed for listener in listeners]
 
 
@@ -144,9 +145,8 @@ def main() -> None:
     troubles = kills = 0
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder))
-        print(
-            f"{'scene':36}{'points':>8}{'killed':>8}{'lost':>6}{'damaged':>9}{'went on':>9}{'wrong':>7}{'time':>10}  newest step: how often"
-        )
+        heads = f"{'scene':36}{'points':>8}{'killed':>8}{'lost':>6}{'damaged':>9}{'went on':>9}{'wrong':>7}{'time':>10}"
+        print(f"{heads}  newest step: how often")
         for scene in (scene for scene in SCENES.values() if options.scene in scene.name):
             began, tally = time.monotonic(), Tally()
             all_ = [(rank, n) for rank, of in enumerate(points_of(reference, scene)) for n in range(1, len(of) + 1)]

@@ -69,14 +69,21 @@ class Finder:
         self.lost: list[str] = []
         self.damaged: list[str] = []
 
-    def run(self, random_states: int, go_on_every: int) -> None:
-        """Record the scene, and judge what may be found after each of its operations."""
+    def run(self, random_states: int, go_on_every: int, last: int | None = None) -> None:
+        """Record the scene, and judge what may be found after each of its operations.
+
+        Args:
+            random_states: how many states at each moment, besides those of `FATES`.
+            go_on_every: each so many-th state goes on to the end; 0: none.
+            last: only after so many operations at the end; None: after all.
+        """
         with tempfile.TemporaryDirectory(dir=self.reference.folder) as folder:
             run = Path(folder) / "run"
             disk, operations = operations_of(self.reference, self.scene, run)
             shutil.rmtree(run)
+            first = 0 if last is None else len(operations) - last
             for moment in range(len(operations) + 1):
-                for name, fate in fates(random_states, moment):
+                for name, fate in fates(random_states, moment) if moment >= first else ():
                     promised = self.scene.stop if moment == len(operations) else None
                     last = operations[moment - 1][:2] if moment else "the start"
                     self._judge(disk, run, fate, f"{self.scene.name}: {name}, after {last}", promised, go_on_every)

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from reseal import rewrite
 
 from mpitrain import checkpoint
-from mpitrain.checkpoint import SlabRef, command, onefile
-from mpitrain.checkpoint.manifest import BLOCK, Logical, read_manifest
-from mpitrain.checkpoint.resharding import SMALL, deal
-from mpitrain.checkpoint.source import Source, cut
+from mpitrain.checkpoint import SlabRef
+from mpitrain.checkpoint.manifest import BLOCK, Logical, read_manifest, sealed
+from mpitrain.checkpoint.tools import command, onefile
+from mpitrain.checkpoint.tools.dealing import SMALL, deal
+from mpitrain.checkpoint.tools.source import Source, cut
 from mpitrain.cli import guarded
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
@@ -314,6 +315,7 @@ def test_a_disk_that_refuses_at_any_moment_leaves_the_old_or_nothing(tmp_path, s
             assert tool("verify", target) == 0, n
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads: none holds a lock here
 @pytest.mark.parametrize("which", ["names change", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["files", "one file"])
 def test_a_reshard_that_is_killed_at_any_moment_is_done_again_over_its_remains(tmp_path, small, kind, which):
@@ -419,6 +421,49 @@ def test_every_flipped_bit_of_one_file_is_found_too(tmp_path, small, capsys):
         flip(one, at)
     flip(one, 0)
     assert "is not a checkpoint of mpitrain" in refused("verify", one)
+
+
+def resealed(path, at, length, change):
+    """Change one of the two JSON objects of a file as somebody does who can also make its sum fit."""
+    data = bytearray(path.read_bytes())
+    whole = json.loads(data[at : at + length])
+    del whole["sha256"]
+    change(whole)
+    data[at : at + length] = sealed(json.dumps(whole).removesuffix("}")).encode().ljust(length)[:length]
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("where_", "change"),
+    [
+        ("head", lambda head: head.update(bytes=1 << 50)),
+        ("head", lambda head: head["index"].update(bytes=1 << 61)),
+        ("head", lambda head: head["index"].update(offset=-1)),
+        ("head", lambda head: head["index"].update(offset=0)),
+        ("head", lambda head: head.update(index=[])),
+        ("head", lambda head: head.update(metadata_crc32="x")),
+        ("index", lambda index: index["tensors"]["weight/norm"].update(shape=[1 << 40])),
+        ("index", lambda index: index["tensors"]["weight/norm"].update(shape="x")),
+        ("index", lambda index: index["tensors"]["weight/norm"].update(offset=-8)),
+        ("index", lambda index: index["tensors"]["weight/norm"].pop("offset")),
+        ("index", lambda index: index["tensors"]["weight/norm"].update(crc32=7)),
+        ("index", lambda index: index["tensors"].update({"../x": index["tensors"].pop("seen")})),
+        ("index", lambda index: index.update(tensors=[1])),
+        ("index", lambda index: index.update(format=3)),
+        ("index", lambda index: index.update(scalars=None)),
+    ],
+)
+def test_one_file_that_was_made_up_with_right_sums_is_refused_before_memory_is_taken(tmp_path, small, where_, change):
+    one = tmp_path / "one.h5"
+    assert tool("reshard", small, "--one-file", one) == 0
+    head = onefile.read_head(one)
+    resealed(one, *((0, onefile.HEAD) if where_ == "head" else (head.offset, head.length)), change)
+    tracemalloc.start()
+    try:
+        assert "one.h5" in refused("reshard", one, tmp_path / "new", "--ranks", 1)
+        assert tracemalloc.get_traced_memory()[1] < 4e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_all_damage_is_told_not_only_the_first(tmp_path, big, capsys):
@@ -796,7 +841,7 @@ def test_a_name_that_begins_with_a_dash_stands_behind_two(tmp_path, small, monke
 
 
 def test_progress_is_drawn_where_a_person_watches_and_taken_away(monkeypatch, capsys, big):
-    from mpitrain.checkpoint import progress
+    from mpitrain.checkpoint.tools import progress
 
     monkeypatch.setattr(progress, "_FIRST", 0.0)
     monkeypatch.setattr(progress, "_EVERY", 0.0)

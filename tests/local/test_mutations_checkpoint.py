@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the mutations are
 from kept_state import SHORT, Watch
 from mutations_checkpoint import OF_CHECKPOINTS, OfCheckpoint
+from resume_damaged import after_damage
 from resume_layouts import Matrix
 from resume_points import STEPS, Runs
 
@@ -104,6 +105,8 @@ ORACLES: dict[str, Oracle] = {
     "stop of offload": stop("offload", 3),
     "background": background("dropout", 4),
     "workers to one rank": workers,
+    "damaged, stale workers": lambda folder: functools.partial(after_damage, folder, "stale workers"),
+    "damaged, local": lambda folder: functools.partial(after_damage, folder, "local"),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the watch is
 from kept_state import TEXT, Watch, different, written
+from resume_damaged import SCHEMES, after_damage
 from resume_points import Runs
 
 from mpitrain import checkpoint
@@ -174,3 +175,11 @@ def test_where_a_file_of_the_newest_is_damaged_the_one_before_is_gone_on_from(tm
     assert "go on after step 2" in out
     assert different(again.states[2], watch.states[2]) == []
     shutil.rmtree(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["PowerSGD", *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES if name != "PowerSGD")]
+)
+def test_nothing_is_left_of_a_checkpoint_that_turned_out_to_be_damaged(tmp_path, name):
+    """Damage is found block by block, when much was filled already; what the older one does not have begins anew."""
+    assert after_damage(tmp_path, name) == []

@@ -1,4 +1,4 @@
-"""Where ranks are threads, too, a rank that runs on and on is named; not one that nobody waits for, or in a debugger."""
+"""Among threads, too, a rank that runs on and on is named; not one that nobody waits for, or that a debugger holds."""
 
 import bdb
 import time
@@ -59,13 +59,13 @@ def test_who_may_take_its_time(kind):
         ranks.barrier()
         if ranks.rank == 1 and kind == "nobody waits":
             ranks.all_reduce(ONE)
-            return time.sleep(0.8)
-        if ranks.rank == 1 and kind == "a debugger holds it":
-            bdb.Bdb().runcall(time.sleep, 0.8)
+            return time.sleep(1.2)
+        if ranks.rank == 0 and kind == "a debugger holds it":  # rank 1 waits already
+            bdb.Bdb().runcall(time.sleep, 1.2)
         if kind == "a message now and then":
             for _ in range(4):
                 if ranks.rank == 1:
-                    time.sleep(0.3)
+                    time.sleep(0.2)
                 ranks.barrier()
         return ranks.all_reduce(ONE)
 

@@ -171,6 +171,25 @@ def test_going_on_after_a_kill_behind_the_last_save_repeats_no_step(tmp_path, te
     assert metrics(run) == whole
 
 
+def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, text):
+    """Its own next `latest` would then be the other run's."""
+    for name in ("one", "other"):
+        train(1, tmp_path / name, text, "--steps", "6", "--stop-after", "4", "--save-every", "2")
+    step = tmp_path / "one" / "checkpoints" / "step-00000002"
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
+        train(1, tmp_path / "other", text, "--steps", "6", "--resume", str(step))
+    train(1, tmp_path / "new", text, "--steps", "6", "--resume", str(step))
+    assert [record["step"] for record in metrics(tmp_path / "new")] == [3, 4, 5, 6]
+
+
+def test_a_resume_that_is_refused_gives_nothing_up(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "6", "--save-every", "2")
+    folder = tmp_path / "run" / "checkpoints"
+    with pytest.raises(CheckpointError, match="has 4 steps behind it, but --steps is 3"):
+        train(1, tmp_path / "run", text, "--steps", "3", "--resume", str(folder / "step-00000004"))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
 def test_a_copied_run_goes_on_in_its_own_folder(tmp_path, text):
     """Its settings name the folder from which it was copied, which must not change."""
     flags = ["--model", "gpt-tiny", "--batch", "12", "--data", text, "--sample-length", "0"]

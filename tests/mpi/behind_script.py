@@ -1,11 +1,13 @@
-"""A training in which one rank falls behind, or all are slow.   python behind_script.py HOW RANK MARK [FLAGS...]
+"""A training in which one rank falls behind, or all are slow.   python behind_script.py HOW RANK MARK LIMIT [FLAGS...]
 
 In step 3 rank RANK writes the time to the file MARK, and then: `SIGSTOP` stops it, `loop` has it compute for ever,
 `sleep` for 30 seconds.  With `delays` every rank is late now and then, by up to MARK seconds, and none falls behind.
+The time limit is LIMIT seconds from step 2 on: the start, on a loaded machine, may take longer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -56,6 +58,20 @@ class Fall:
             HOWS[self.how]()
 
 
+class Limit:
+    """A listener that sets the time limit, as --timeout does before."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.steps = 0
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "action" and event.phase == "begin" and event.name.startswith("LOAD0"):
+            self.steps += 1
+            if self.steps == 2:
+                world().board.limit = self.seconds
+
+
 class Delays:
     """A listener that is late now and then."""
 
@@ -69,14 +85,13 @@ class Delays:
 
 
 if __name__ == "__main__":
-    how, rank, mark = sys.argv[1:4]
-    if how == "delays":
-        with listen(Delays(world().rank, float(mark))):
-            main(["--data", __file__, *SMALL, *sys.argv[4:]])
-    else:
-        flags = [*FLAGS, "--run", str(Path(mark).parent / "run"), *sys.argv[4:]]
-        if world().rank == int(rank):
-            with listen(Fall(how, Path(mark))):
-                main(flags)
+    how, rank, mark, limit, *more = sys.argv[1:]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listen(Limit(float(limit))))
+        if how == "delays":
+            stack.enter_context(listen(Delays(world().rank, float(mark))))
+            main(["--data", __file__, *SMALL, *more])
         else:
-            main(flags)
+            if world().rank == int(rank):
+                stack.enter_context(listen(Fall(how, Path(mark))))
+            main([*FLAGS, "--run", str(Path(mark).parent / "run"), *more])

@@ -13,7 +13,7 @@ Four ranks are two pipelines of two stages, so that all phases exist.  A case pa
     checkpoint that has a name can be read.
 
 One case is none: sys.exit(0) at the very end.  While mpitrain is imported there is no guard yet: there Python's own
-traceback is expected, and the others end when the time to start (8 s) is over.
+traceback is expected, and the others end when the time to start (8 s) is over, which begins as they arrive.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kill_script import ARRIVED
 from mpi_launch import Launch, find_mpirun, launch, vendor
 
 from mpitrain import faults
-from mpitrain.checkpoint.verifying import verify
+from mpitrain.checkpoint.tools.verifying import verify
 
 RANKS = 4
 LIMIT = 10.0
@@ -70,6 +71,7 @@ PHASES = {  # which event is the first of a phase; steps are of the run, whose s
     "load": "at=disk:read",
     "finalise": "at=action:finalise",
 }
+OF_A_JOB = ("mpitrain-board-", "mpitrain-start-", "mpich_shm_")  # names in shared memory
 BEFORE_STEPS = ("import", "init", "load")
 NORMAL_END = ("sys.exit(0)", "finalise")
 OF_A_RUN = re.compile(
@@ -132,7 +134,7 @@ def run_case(how: str, phase: str, rank: int, folder: Path, base: Path | None = 
     note = next((note for note in (run / faults.DONE).glob("001-*")), None)
     if note is None:
         return Outcome(ended.code, ended.seconds, "the fault was never reached", output)
-    seconds = gone - note.stat().st_mtime
+    seconds = gone - max(path.stat().st_mtime for path in (note, run.with_name(ARRIVED)) if path.exists())
     trouble = list(_ends(how, phase, rank, output))
     if ended.code is None:
         trouble.append("hangs")
@@ -140,7 +142,7 @@ def run_case(how: str, phase: str, rank: int, folder: Path, base: Path | None = 
         trouble.append(f"exit code {ended.code}")
     if seconds > LIMIT or ended.left_behind:
         trouble.append(f"{len(ended.left_behind)} processes left after {seconds:.1f} s")
-    trouble += [f"left in shared memory: {name}" for name in sorted(_shared() - before)]
+    trouble += [f"left in shared memory: {name}" for name in sorted(_shared(before))]
     trouble += [f"left in the folder for temporary files: {name}" for name in left]
     trouble += _spoilt(run)
     shutil.rmtree(run.parent, ignore_errors=True)
@@ -172,17 +174,20 @@ def _spoilt(run: Path) -> Iterator[str]:
     for folder in (run / "checkpoints").glob("step-*"):
         verdict = verify(folder)
         if not verdict.whole or verdict.strangers:
-            yield f"{folder.name} is damaged: {verdict.damages} {verdict.strangers}"
+            yield f"{folder.name} is damaged: {[*verdict.damages, *verdict.strangers][0]}"
 
 
-def _shared() -> set[str]:
-    """Boards that still have a name in shared memory, of any job."""
+def _shared(before: set[str] | None = None) -> set[str]:
+    """What has a name in shared memory, of any job; what is new since `before` gets two seconds to lose it.
+
+    Jobs that start just now, of which there may be others on this machine, have names there for a moment.
+    """
     deadline = time.monotonic() + 2.0
-    while (found := {name for name in os.listdir("/dev/shm") if name.startswith("mpitrain-")}) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.1)  # of a job that starts just now: it loses its name at once
-    return found
+    while True:
+        found = {name for name in os.listdir("/dev/shm") if name.startswith(OF_A_JOB)}
+        if before is None or not found - before or time.monotonic() > deadline:
+            return found - (before or set())
+        time.sleep(0.1)
 
 
 def main() -> None:

@@ -1,22 +1,20 @@
 """Strike a training at points of its saves, under MPI: what Local tries at every point, here at forty.
 
-    PYTHONPATH=.:tests python tests/mpi/kill_saves.py           40 kills, 12 refusals of a disk, 2 of longer files, as a table
+    PYTHONPATH=.:tests python tests/mpi/kill_saves.py       40 kills, 12 refusals of a disk, 2 of long files: a table
 
-One rank is killed with SIGKILL; all processes must be gone within 10 s, and a complete checkpoint of the undisturbed run
-must load, bit for bit, not older than before.  Or a disk operation of one rank is refused; then all ranks must end with
-one message of at most five lines and exit code 2, or go on, within 10 s, and the checkpoints of before must load.  Either
-way the run, started again, comes to the same end.
+One rank is killed with SIGKILL; all processes must be gone within 10 s, and a complete checkpoint of the undisturbed
+run must load, bit for bit, not older than before.  Or a disk operation of one rank is refused; then all ranks must end
+with one message of at most five lines and exit code 2, or go on, within 10 s, and the checkpoints of before must load.
+Either way the run, started again, comes to the same end.
 
 Exit code: 0 if all of that holds.
 """
 
 from __future__ import annotations
 
-import errno
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,6 @@ LIMIT = 10.0
 SCRIPT = str(Path(__file__).with_name("save_script.py"))
 CODES = ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "ESTALE")
 KILLS, REFUSALS = 40, 12
-WORDS = ("Traceback", "Error: ", "error: ")
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,8 @@ def count(reference: Reference, scene: Scene) -> list[tuple[int, int]]:
         return [(int(points), int(disk)) for points, disk in found]
 
 
-def spread(number: int, of: int) -> Iterator[float]:
-    """So many places between 0 and 1, each in the middle of its part."""
-    return ((index + 0.5) / of for index in range(number))
-
-
 def cases(reference: Reference) -> list[Case]:
-    """All of them, spread evenly over scenes, ranks and points; the last operations of rank 0 publish, so it has more."""
+    """All of them, over scenes, ranks and points; rank 0's last operations publish, so it has more."""
     found: list[Case] = []
     # Where a run goes back to save over a later step, the trainer gives the old checkpoint another name.
     scenes = [scene for scene in SCENES.values() if scene.resume != "elsewhere"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from mpitrain import faults
@@ -16,6 +17,8 @@ from mpitrain.events import LISTENERS, Event, tell
 
 FLAGS = ["--data", __file__, *"--model gpt-tiny --batch 8 --steps 3 --save-every 1 --eval-every 0".split()]
 FLAGS += ["--sample-length", "0"]
+ARRIVED = "arrived"
+"""Name of a file beside the run's folder: when the last rank came to where MPI starts."""
 
 
 def reach(name: str) -> None:
@@ -36,6 +39,7 @@ if __name__ == "__main__":
     from mpitrain.comm.world import world
     from mpitrain.train import main
 
+    Path(run).with_name(ARRIVED).touch()
     world()
     faults.remember(run)
     code = main([*FLAGS, "--run", run, *sys.argv[2:]])

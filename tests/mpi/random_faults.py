@@ -40,13 +40,13 @@ from this_python import shell_of_this_python
 
 import mpitrain.train  # noqa: F401  (loaded here, and not by each of the forked processes)
 from mpitrain import faults
-from mpitrain.checkpoint.comparing import compare
-from mpitrain.checkpoint.source import Source
-from mpitrain.checkpoint.verifying import verify
+from mpitrain.checkpoint.tools.comparing import compare
+from mpitrain.checkpoint.tools.source import Source
+from mpitrain.checkpoint.tools.verifying import verify
 from mpitrain.comm.local import run_script
 
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
-STEPS, SAVE_EVERY = 50, 5
+STEPS, SAVE_EVERY = 50, 5  # the steps unless told otherwise
 PATIENCE = 60.0  # seconds that a start may take
 STOPPED_FOR = 0.2  # seconds until a stopped process is given up
 WORDS = "kill,raise,exit,_exit,segv,memory,slow,stop,io"
@@ -79,22 +79,23 @@ class Part(NamedTuple):
     flags: list[str]
     text: str
     is_mpi: bool
+    steps: int
 
     @property
     def num_faults(self) -> int:
         return len(faults.plan(self.text, self.ranks))
 
 
-def part_of(seed: int) -> Part:
+def part_of(seed: int, steps: int = STEPS) -> Part:
     """Every fourth seed counts events from the start of the process, so that starts and loads are hit, too."""
     feature = list(FEATURES)[seed % len(FEATURES)]
     ranks, flags = FEATURES[feature]
     is_mpi = seed % 10 == 9
-    where = "within=150" if seed % 4 == 3 else f"steps={STEPS} within=30"
+    where = "within=150" if seed % 4 == 3 else f"steps={steps} within=30"
     words = OF_MPI if is_mpi else WORDS
     text = f"random seed={seed} faults={1 + seed // 2 % 3} of={words} {where} seconds=0.05"
-    more = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--keep", "3", "--data", __file__]
-    return Part(seed, feature, ranks, [*SMALL.split(), *flags.split(), *more], text, is_mpi)
+    more = ["--steps", str(steps), "--save-every", str(SAVE_EVERY), "--keep", "3", "--data", __file__]
+    return Part(seed, feature, ranks, [*SMALL.split(), *flags.split(), *more], text, is_mpi, steps)
 
 
 @dataclass
@@ -182,7 +183,7 @@ def run_mpi(part: Part, run: Path) -> Outcome:
     said = re.split(r"run_mpi\.sh: attempt \d+ of \d+ ended", done.stdout)
     outcome = Outcome(starts=len(said), output=done.stdout)
     for before, after in pairwise(said):
-        reached = [int(step) for step in re.findall(rf"^step +(\d+)/{STEPS} ", before, re.MULTILINE)]
+        reached = [int(step) for step in re.findall(rf"^step +(\d+)/{part.steps} ", before, re.MULTILINE)]
         back = re.search(r"^go on after step (\d+) ", after, re.MULTILINE)  # who found no checkpoint does not say it
         outcome.lost.append(max([0, *reached]) - (int(back[1]) if back else 0))
     outcome.trouble = "" if done.returncode == 0 else f"ends with exit code {done.returncode}"
@@ -197,7 +198,7 @@ def judge(part: Part, run: Path, reference: Path, outcome: Outcome) -> None:
     trouble = []
     if metrics(run) != metrics(reference):
         trouble.append("metrics.jsonl differs")
-    pair = [Source.of(str(of / "checkpoints" / f"step-{STEPS:08}")) for of in (run, reference)]
+    pair = [Source.of(str(of / "checkpoints" / f"step-{part.steps:08}")) for of in (run, reference)]
     found = compare(*pair)
     if found.differing() or found.only_a or found.only_b or found.shapes:
         trouble.append(f"weights or states differ: {[each.name for each in found.differing()][:3]}")
@@ -212,10 +213,9 @@ def judge(part: Part, run: Path, reference: Path, outcome: Outcome) -> None:
     outcome.trouble = ", ".join(trouble)
 
 
-def run_one(job: tuple[int, Path]) -> tuple[Part, Outcome]:
-    seed, folder = job
-    part = part_of(seed)
-    run = folder / f"seed-{seed:03}"
+def run_one(job: tuple[Part, Path]) -> tuple[Part, Outcome]:
+    part, folder = job
+    run = folder / f"seed-{part.seed:03}"
     try:
         outcome = (run_mpi if part.is_mpi else run_local)(part, run)
         judge(part, run, folder / part.feature.replace(" ", "-"), outcome)
@@ -224,11 +224,10 @@ def run_one(job: tuple[int, Path]) -> tuple[Part, Outcome]:
     return part, outcome
 
 
-def train_without_faults(job: tuple[str, Path]) -> None:
-    """The run that a feature's trainings are compared with."""
-    feature, folder = job
-    run = folder / feature.replace(" ", "-")
-    part = part_of(list(FEATURES).index(feature))
+def train_without_faults(job: tuple[Part, Path]) -> None:
+    """The run that trainings like this one are compared with."""
+    part, folder = job
+    run = folder / part.feature.replace(" ", "-")
     code = start(part.ranks, [*part.flags, "--run", str(run)], run.with_suffix(".log"))
     assert code == 0, run.with_suffix(".log").read_text()
 
@@ -236,23 +235,26 @@ def train_without_faults(job: tuple[str, Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0-199", metavar="A-B")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of each training")
     parser.add_argument("-j", type=int, default=1, metavar="N", help="trainings at the same time")
     parser.add_argument("--keep", metavar="DIR", help="leave the runs there, to look at")
     asked = parser.parse_args()
+    if asked.steps % SAVE_EVERY or asked.steps < SAVE_EVERY:
+        parser.error(f"--steps {asked.steps}: must be a multiple of {SAVE_EVERY}, so that the last one is saved")
     first, _, last = asked.seeds.partition("-")
-    seeds = range(int(first), int(last or first) + 1)
-    if find_mpirun() is None and any(part_of(seed).is_mpi for seed in seeds):
+    parts = [part_of(seed, asked.steps) for seed in range(int(first), int(last or first) + 1)]
+    if find_mpirun() is None and any(part.is_mpi for part in parts):
         sys.exit("no mpirun beside this python nor on PATH")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(asked.keep or name)
         folder.mkdir(parents=True, exist_ok=True)
         with multiprocessing.get_context("fork").Pool(asked.j) as pool:
-            features = list(dict.fromkeys(part_of(seed).feature for seed in seeds))
-            pool.map(train_without_faults, [(feature, folder) for feature in features], chunksize=1)
+            different = {part.feature: part for part in parts}.values()
+            pool.map(train_without_faults, [(part, folder) for part in different], chunksize=1)
             print(f"{'seed':6}{'feature':22}{'ranks':9}{'faults':8}{'starts':8}lost")
             outcomes = []
-            for part, outcome in pool.imap(run_one, [(seed, folder) for seed in seeds]):
+            for part, outcome in pool.imap(run_one, [(part, folder) for part in parts]):
                 outcomes.append((part, outcome))
                 ranks = f"{part.ranks} {'mpi' if part.is_mpi else 'local'}"
                 struck = f"{outcome.struck}/{part.num_faults}"

@@ -3,8 +3,8 @@
 At that point of that rank (tests/crash/points.py) the time is written to the file MARK, and then
 
     kill      SIGKILL
-    ENOSPC    the disk operation that begins is refused, also with any other name of an error; only disk operations count
-    count     no point: each rank writes the number of its points, "messages and disk operations, disk operations", to MARK.RANK
+    ENOSPC    (or another error's name) the disk operation that begins is refused; only disk operations are counted
+    count     no point: each rank writes to MARK.RANK how many points it has, and how many disk operations
     limit     files may not be longer than NUMBER bytes, on any rank, from the beginning
 """
 
@@ -37,6 +37,7 @@ def struck(how: str, rank: int, number: int, mark: Path) -> Points:
 
 if __name__ == "__main__":
     how, rank, number, mark, *flags = sys.argv[1:]
+    world()  # with MPI's own files
     if how == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         main(flags)

@@ -22,7 +22,7 @@ def run(*words: str) -> str:
 
 
 def test_a_pipeline_with_three_faults_ends_with_the_same_bits() -> None:
-    said = run("--seeds", "5")
+    said = run("--seeds", "5", "--steps", "10")
     assert "1 passed, 0 failed; 3 of 3 faults struck, 4 starts" in said
 
 

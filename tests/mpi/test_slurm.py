@@ -99,8 +99,21 @@ class Job:
     def told(self) -> str:
         return f"job {self.information()}\n{self.output()}"
 
+    def is_over(self) -> bool:
+        return self.state() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "PREEMPTED")
+
     def wait_for(self, condition: Callable[[], bool], seconds: float = 90) -> float:
-        return self.cluster.wait(condition, seconds, self.told)
+        """Until the condition holds; the seconds that it took.  Fails early if the job is over without it."""
+        looks = 0  # a job that is queued again is "over" for a moment
+
+        def holds() -> bool:
+            nonlocal looks
+            looks = looks + 1 if self.is_over() else 0
+            held = condition()
+            assert held or looks < 20, self.told()
+            return held
+
+        return self.cluster.wait(holds, seconds, self.told)
 
     def places(self) -> list[list[str]]:
         """Of each rank the node of each of its starts."""
@@ -111,7 +124,7 @@ def goes_on_as_if_nothing_had_been(job: Job, whole: Outcome) -> None:
     """From here on the job stops, queues up, starts again, and comes to the same end."""
     queued = job.wait_for(lambda: job.information().get("Restarts") == "1")
     waited = job.wait_for(lambda: job.state() == "RUNNING")
-    ended = job.wait_for(lambda: job.state() not in ("RUNNING", "COMPLETING", "PENDING"))
+    ended = job.wait_for(job.is_over)
     print(f"queued again after {queued:.1f} s, started after {waited:.1f} s more, at its end after {ended:.1f} s more")
     assert job.state() == "COMPLETED", job.told()
     assert job.output().count("go on after step") == 1, job.told()
@@ -138,6 +151,16 @@ def test_a_job_that_makes_room_for_an_urgent_one_goes_on_after_it_with_the_same_
     goes_on_as_if_nothing_had_been(job, whole)
     assert ("job.sh: preempted, queueing up again" in job.output()) == (partition == "graceful")
     assert cluster.job(urgent)["JobState"] == "COMPLETED"
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(cluster, tmp_path):
+    job = Job(cluster, tmp_path, "mpirun")
+    job.wait_for(lambda: last_step(job.run) >= 1)
+    cluster.run("scancel", job.number)
+    job.wait_for(lambda: job.state() == "CANCELLED")
+    time.sleep(1)
+    assert job.information()["Restarts"] == "0"
+    assert job.state() == "CANCELLED"
 
 
 def test_a_job_whose_ranks_are_worlds_of_one_is_refused(cluster, tmp_path):

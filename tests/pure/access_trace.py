@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _OPENED = 0x20  # IN_OPEN
+_FOLDER = 0x40000000  # IN_ISDIR
 _CLOSED = 0x18  # IN_CLOSE; asked for because the kernel tells equal events that follow each other only once
 
 
@@ -25,7 +26,7 @@ def opened_in(folder: Path) -> Iterator[list[str]]:
             while data := os.read(notes, 1 << 16):
                 while data:  # struct inotify_event: watch, mask, cookie, length of the name, name
                     _, mask, _, length = struct.unpack_from("iIII", data)
-                    if mask & _OPENED:
+                    if mask & _OPENED and not mask & _FOLDER:  # somebody may list the folder
                         names.append(data[16 : 16 + length].rstrip(b"\0").decode())
                     data = data[16 + length :]
     finally:

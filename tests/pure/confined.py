@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 MEMORY = 512 << 20  # bytes
 SECONDS = 5  # of a core
 PATIENCE = 60  # seconds by the clock, on a machine that does other things too: whoever waits for a pipe waits longer
+SECRET = "planted-5f3a1c9e"
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CLUSTER_TOKEN": SECRET}
+"""Of the processes, with something that must not come out again."""
 
 
 class Outcome(NamedTuple):
@@ -51,7 +54,7 @@ def _server(module: str) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
     )
     atexit.register(server.communicate)  # closes its input, and so ends it
     return server

@@ -142,3 +142,12 @@ def test_a_loss_of_zero_has_a_linear_axis():
     svg = loss_curve([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.0}], "", log=True)
     assert "loss, logarithmic" not in words(svg)
     assert math.isfinite(points(paths(svg, "raw")[0])[1][1])
+
+
+@pytest.mark.parametrize("spike", [4.6e18, 1e300, 1e308, 10**400, -1e308, 1e-320])
+@pytest.mark.parametrize("log", [True, False, None])
+def test_one_loss_of_any_size_leaves_a_curve(spike, log):
+    """After 4.6e18 a difference of running sums is noise; 1e308 has no room around it and is drawn as not finite."""
+    measured = [{"step": step, "loss": spike if step == 2 else 5.0, "val_loss": 4.5} for step in range(1, 100)]
+    parseString(loss_curve(measured, "title", "caption", log=log))
+    assert moving_mean([(step, 4.6e18 if step == 2 else 5.0) for step in range(1, 100)])[-1][1] == 5.0

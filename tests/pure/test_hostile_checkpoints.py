@@ -5,15 +5,19 @@ Each call is made in a process of 512 MiB and 5 s of a core.
 
 import ast
 import os
+import random
 import socket
 
 import h5py
 import hostile_checkpoints as checkpoints
 import hostile_hdf5
+import numpy as np
 import pytest
 from access_trace import opened_in
-from confined import outcomes
+from confined import SECRET, outcomes
 from test_hostile_files import REASONS
+
+from mpitrain.checkpoint.manifest import Logical, Slab
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +238,7 @@ MANIFESTS = {
     "nothing": lambda m: " ",
     "a list": lambda m: "[1",
     "deep": lambda m: '{"format": 2, "x": ' + "[" * 100_000,
+    "deep enough": lambda m: '{"format": 2, "x": ' + "[" * 5_000,
     "deep objects": lambda m: '{"format": 2, "x": ' + '{"a":' * 100_000,
     "a key twice": lambda m: '{"format": 2, "format": 2',
     "nan": lambda m: '{"format": 2, "step": NaN',
@@ -278,6 +283,25 @@ MANIFESTS = {
     "one tensor more": lambda m: m["tensors"].update({"weight/y": {"shape": [0], "dtype": "int8", "slabs": []}}),
     "no tensor": _in("tensors", to={}),
 }  # fmt: skip
+WHY = {
+    "deep": "more lists or values than a manifest of this size",
+    "deep enough": "is not a JSON object",
+    "a key twice": "is not a JSON object",
+    "many digits": "is not a JSON object",
+    "object dtype": "weight/x has dtype object",
+    "a shape of 256 GiB": "a slab of weight/x lies outside of rank-00000.h5",
+    "a shape of 10,000 dims": "has a shape that cannot be",
+    "another shape": "a slab of weight/x lies outside of it",
+    "one row too few": "the slabs of weight/x do not make a whole tensor",
+    "a slab twice": "a file holds two slabs of weight/x",
+    "no sums": "does not have a sum for each of its blocks",
+    "another size": "must be a regular file of 1000000000 bytes",
+    "another crc": "its metadata are not what was written",
+    "another sum": "weight/x is not what was written",
+    "one tensor more": "unexpected in it: weight/y",
+    "no tensor": "missing in it: weight/x",
+}
+"""What some of the messages say."""
 LARGE = {
     "empty lists": lambda m: '{"format": 2, "x": [' + "[]," * 5_000_000 + "[]]",
     "zeros": lambda m: '{"format": 2, "x": [' + "0," * 8_000_000 + "0]",
@@ -320,7 +344,10 @@ def test_a_manifest_that_contradicts_itself_or_the_model_is_refused(good, tmp_pa
         folders[-1].mkdir()
         (folders[-1] / "manifest.json").write_bytes(text[:size])
     names = [*MANIFESTS, *(f"the first {folder.name} bytes" for folder in folders[len(MANIFESTS) :])]
-    ends_refused(names, outcomes("hostile_calls", [["load", str(folder)] for folder in folders]))
+    found = outcomes("hostile_calls", [["load", str(folder)] for folder in folders])
+    ends_refused(names, found)
+    for name, why in WHY.items():
+        assert why in found[names.index(name)].text, (name, found[names.index(name)])
     found = outcomes("hostile_calls", [["tool", "inspect", str(folder)] for folder in folders])
     for name, outcome in zip(names, found, strict=True):
         assert outcome.end in ("refused", "returned"), (name, outcome)
@@ -331,6 +358,37 @@ def test_a_manifest_of_many_megabytes_is_refused(good, tmp_path):
     manifests = {**LARGE, "overlapping slabs of 50,000 files": _crowded(50_000)}
     folders = list(_written(good, tmp_path, manifests))
     ends_refused(manifests, outcomes("hostile_calls", [["load", str(folder)] for folder in folders]))
+
+
+def _cut(draw, low, high, count):
+    """A box, cut from side to side and each part again, into at most so many."""
+    dim = draw.randrange(len(low))
+    if count < 2 or high[dim] - low[dim] < 2:
+        return [(low, high)]
+    at, first = draw.randrange(low[dim] + 1, high[dim]), draw.randrange(1, count)
+    inner_high, inner_low = list(high), list(low)
+    inner_high[dim] = inner_low[dim] = at
+    return _cut(draw, low, inner_high, first) + _cut(draw, inner_low, high, count - first)
+
+
+def test_slabs_are_a_whole_exactly_if_each_element_lies_in_one_of_them():
+    draw, wholes = random.Random(0), 0
+    for _ in range(400):
+        shape = [draw.randrange(1, 7) for _ in range(draw.randrange(1, 4))]
+        boxes = [(list(low), list(high)) for low, high in _cut(draw, [0] * len(shape), shape, draw.randrange(1, 9))]
+        draw.shuffle(boxes)
+        if draw.random() < 0.5:
+            (low, high), dim = draw.choice(boxes), draw.randrange(len(shape))
+            low[dim], high[dim] = draw.choice([(draw.randrange(high[dim]), high[dim]), (low[dim], shape[dim])])
+        if draw.random() < 0.2:
+            boxes.pop()
+        covered = np.zeros(shape, int)
+        for low, high in boxes:
+            covered[tuple(slice(*ends) for ends in zip(low, high, strict=True))] += 1
+        slabs = tuple(Slab(tuple(low), tuple(high), "f", 0, ()) for low, high in boxes)
+        assert Logical(tuple(shape), "int8", slabs).is_whole == (covered == 1).all(), (shape, boxes)
+        wholes += (covered == 1).all()
+    assert 100 < wholes < 350
 
 
 SHOWN = "\x1b]0;owned\x07\x1b[2J\r\u202e"
@@ -406,7 +464,7 @@ def _kept(target):
     return all(path.read_text() == "kept" for path in files), sorted(str(path.relative_to(target)) for path in files)
 
 
-def test_links_planted_at_every_name_that_a_run_writes_do_no_harm(tmp_path):
+def test_links_planted_at_every_name_that_a_run_writes_do_no_harm_and_no_secret_is_written(tmp_path):
     text = tmp_path / "text"
     text.write_text("".join(f"{n} bottles of milk on the wall.\n" for n in range(200)))
     runs = {"drafts": DRAFTS, **{name: [name] for name in REFUSED}}
@@ -435,3 +493,6 @@ def test_links_planted_at_every_name_that_a_run_writes_do_no_harm(tmp_path):
     for name in ("checkpoints/step-00000001", "checkpoints/step-00000002"):
         assert not (run / name).is_symlink()
         assert (run / name).stat().st_mode & 0o777 == 0o700
+    written = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(written) > 5
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]

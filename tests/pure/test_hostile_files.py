@@ -1,6 +1,7 @@
 """HDF5 files that lead astray: refused by name, in 512 MiB and 5 s of a core, and nothing they point to is opened."""
 
 import os
+import tracemalloc
 import zlib
 
 import h5py
@@ -11,6 +12,7 @@ from access_trace import opened_in
 from confined import outcomes
 
 from mpitrain.checkpoint import foreign, foreign_walk
+from mpitrain.checkpoint.unpack import unpack
 from mpitrain.errors import CheckpointError
 
 REASONS = {
@@ -280,3 +282,14 @@ def test_a_group_with_too_many_names_is_not_listed_to_its_end(tmp_path):
         assert foreign_walk._members(file.id, "", 9) == [f"x{number}" for number in range(9)]
         with pytest.raises(foreign_walk.Refused, match="objects to more than 1000000"):
             foreign_walk._members(file.id, "", 8)
+
+
+def test_a_chunk_takes_no_more_memory_than_its_shape_says():
+    bomb = np.frombuffer(zlib.compress(bytes(1 << 24), 9), np.uint8)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="does not end where its shape says"):
+            unpack(bomb, ("deflate",), 0, (64, 64), np.dtype(np.float32))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mpitrain.comm.launcher import announced, check_size, one_host
+from mpitrain.comm.launcher import announced, check_size, is_task_of_slurm, one_host
 from mpitrain.comm.world import world
 from mpitrain.errors import LaunchError
 
@@ -76,6 +76,16 @@ def test_a_world_of_the_announced_size_is_welcome(environ: dict[str, str]) -> No
 )
 def test_only_the_launcher_of_open_mpi_says_that_all_ranks_share_a_host(environ: dict[str, str], shared: bool) -> None:
     assert one_host(environ) is shared
+
+
+def test_a_task_that_slurm_started_has_its_step_daemon_for_a_parent() -> None:
+    assert not is_task_of_slurm(os.getpid())
+    assert not is_task_of_slurm(2**31 - 1)  # nobody
+    code = "open('/proc/self/comm', 'w').write('slurmstepd'); import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        assert is_task_of_slurm(parent.pid)
 
 
 def test_a_world_of_one_imports_no_mpi_and_is_light() -> None:

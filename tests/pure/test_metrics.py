@@ -112,7 +112,7 @@ def test_a_full_disk_is_an_error_of_the_user(tmp_path):
     try:
         with pytest.raises(UserError, match=r"metrics.jsonl: cannot be written: File too large"):
             metrics.write(1, loss=1.0)
+        metrics.close()  # has nothing left to write
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-        metrics.close()

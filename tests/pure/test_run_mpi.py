@@ -137,6 +137,7 @@ def clone(tmp_path):
 PYTHON = "ROOT/.venv/bin/python"
 SECONDS = str(100_000 + os.getpid())  # a time that tells our sleeping processes from all others
 EXAMPLE = "ROOT/examples/train_gpt.py"
+KILLS_AFTER_A_WHILE = ("--kill-on-bad-exit=0", "--wait=5")
 
 
 def test_help_explains_every_variable_that_the_script_reads_and_installs_nothing(clone):
@@ -442,22 +443,22 @@ def test_a_slurm_job_says_how_many_ranks_there_are(clone):
 @pytest.mark.parametrize(
     ("env", "command"),
     [
-        ({"MPITRAIN_LAUNCH": "srun"}, ["srun", "--kill-on-bad-exit=1", "--mpi=pmix", "-n", "8"]),
+        ({"MPITRAIN_LAUNCH": "srun"}, ["srun", *KILLS_AFTER_A_WHILE, "--mpi=pmix", "-n", "8"]),
         (
             {"MPITRAIN_LAUNCH": "srun", "MPITRAIN_MPI": "mpich"},
-            ["srun", "--kill-on-bad-exit=1", "--mpi=pmi2", "-n", "8"],
+            ["srun", *KILLS_AFTER_A_WHILE, "--mpi=pmi2", "-n", "8"],
         ),
         (
             {"MPITRAIN_LAUNCH": "srun", "MPITRAIN_SRUN_MPI": "pmix_v4"},
-            ["srun", "--kill-on-bad-exit=1", "--mpi=pmix_v4", "-n", "8"],
+            ["srun", *KILLS_AFTER_A_WHILE, "--mpi=pmix_v4", "-n", "8"],
         ),
         ({"SLURM_JOB_ID": "7"}, ["mpirun", "-n", "8"]),
         ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "mpich"}, ["mpirun", "-n", "8"]),
         ({"MPITRAIN_MPI": "system"}, ["mpirun", "-n", "8"]),
-        ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system"}, ["srun", "--kill-on-bad-exit=1", "--mpi=pmix", "-n", "8"]),
+        ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system"}, ["srun", *KILLS_AFTER_A_WHILE, "--mpi=pmix", "-n", "8"]),
         (
             {"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system", "MPIRUN_VERSION": "HYDRA"},
-            ["srun", "--kill-on-bad-exit=1", "--mpi=pmi2", "-n", "8"],
+            ["srun", *KILLS_AFTER_A_WHILE, "--mpi=pmi2", "-n", "8"],
         ),
         ({"SLURM_JOB_ID": "7", "MPITRAIN_MPI": "system", "MPITRAIN_LAUNCH": "mpirun"}, ["mpirun", "-n", "8"]),
     ],
@@ -476,7 +477,7 @@ def test_a_cluster_with_nothing_but_srun_starts_ranks_as_its_site_says(clone):
     run = clone.run(MPITRAIN_MPI="system")
     assert run.command == [
         "srun",
-        "--kill-on-bad-exit=1",
+        *KILLS_AFTER_A_WHILE,
         "-n",
         "8",
         "--quit-on-interrupt",
@@ -576,7 +577,7 @@ class Training:
 
     def __init__(self, clone: Clone, code: str, **more: str):
         self.record = clone.record
-        clone.run("doctor")  # sets up
+        clone.run("doctor", **{name: value for name, value in more.items() if name == "MPITRAIN_MPI"})  # sets up
         os.mkfifo(f"{clone.record}.fifo")
         self.process = clone.start(RUN_CODE=code, SECONDS_OF_OURS=SECONDS, **more)
         wait_for(lambda: self.pid("runs"))
@@ -615,11 +616,11 @@ def training(clone: Clone) -> Iterator[Callable[..., Training]]:
 
     yield start
     for one in started:
-        for pid in (one.process.pid, one.pid("runs"), one.pid("rank")):
-            with contextlib.suppress(ProcessLookupError):
-                if pid and is_alive(pid):
-                    os.kill(pid, signal.SIGKILL)
-        one.process.communicate()
+        with one.process:  # closes its pipes
+            for pid in (one.process.pid, one.pid("runs"), one.pid("rank")):
+                with contextlib.suppress(ProcessLookupError):
+                    if pid and is_alive(pid):
+                        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "USR1"])
@@ -631,6 +632,13 @@ def test_a_signal_has_the_ranks_save_and_their_exit_code_is_handed_on(training, 
     assert job.got == ["USR1"]
     assert errors.count("once more ends the job") == (name != "USR1")
     assert len(errors.splitlines()) == (name != "USR1")
+
+
+@pytest.mark.parametrize(("mpi", "code"), [("openmpi", 138), ("mpich", 10)])
+def test_a_job_that_was_asked_before_it_had_begun_ends_with_138(training, mpi, code):
+    job = training(SAVES.replace("exit 85", f"exit {code}"), MPITRAIN_MPI=mpi)
+    job.signal(signal.SIGUSR1)
+    assert job.end()[0] == 138
 
 
 def test_a_second_signal_ends_a_job_that_goes_on_and_leaves_no_process(training):
@@ -656,6 +664,17 @@ def test_a_second_signal_kills_ranks_that_do_not_hear_in_other_sessions_too(trai
     assert job.end()[0] == 143
     assert 4 < time.monotonic() - began < 9
     assert [pid for pid in (job.pid("runs"), job.pid("rank")) if is_alive(pid)] == []
+
+
+def test_ranks_save_too_when_nobody_reads_what_they_print_any_more(training):
+    """Ctrl-C ends the `tee` behind a pipe; MPICH's mpirun would end the ranks with it, unlike Open MPI's."""
+    code = SAVES.replace("exit 85", "echo saved || exit 1; exit 85").replace("while :; do", "while :; do echo step;")
+    job = training(code, MPITRAIN_MPI="mpich")
+    for pipe in (job.process.stdout, job.process.stderr):
+        pipe.close()
+    time.sleep(0.1)
+    job.signal(signal.SIGINT)
+    assert job.process.wait(20) == 85
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (of util-linux) on PATH")

@@ -33,7 +33,9 @@ class Compressed:
         xp, dtype = array_module(p.grad), p.grad.dtype
         self._delta = xp.zeros((stack, n, m), dtype)  # gradient and error of a step, then what the step leaves out
         self.error = xp.zeros((stack, n, m), dtype) if feedback else None
-        self.q = xp.asarray(first_q(p, rank, seed).astype(dtype)).reshape(stack, m, rank)
+        self.q = xp.empty((stack, m, rank), dtype)
+        self._seed = seed
+        self.begin_anew()
         self.left: Array
         self.right: Array
         self.total: Array
@@ -42,6 +44,13 @@ class Compressed:
     def arrays(self) -> list[Array]:
         """What is kept besides the messages."""
         return [self._delta, self.q, *([] if self.error is None else [self.error])]
+
+    def begin_anew(self) -> None:
+        """Nothing was left out up to now, and Q is that of the start."""
+        xp, q = array_module(self.q), first_q(self.parameter, self.matrices.rank, self._seed)
+        self.q[...] = xp.asarray(q.astype(self.q.dtype)).reshape(self.q.shape)
+        if self.error is not None:
+            self.error[...] = 0
 
     def begin(self, inverse: float) -> None:
         """D_w Q; `inverse`: of the scale that the gradient carries."""

@@ -63,11 +63,15 @@ class Memory:
         return states
 
     def to_fill(self, saved: Shapes) -> States:
-        """What of it is read from a checkpoint: where to.
+        """What of it is read from a checkpoint: where to.  All else begins anew.
+
+        Another checkpoint may have been read in part before, which turned out to be damaged.
 
         Args:
             saved: KIND/NAME -> full shape, of all tensors in it.
         """
+        for c in self._compressed:
+            c.begin_anew()
         mine = self.tensors()
         kept = any(name.startswith(f"{ERROR}/") for name in saved)
         errors = {name: saved[f"{ERROR}/{name}"] for name in mine[ERROR] if f"{ERROR}/{name}" in saved}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ def count(number: int, what: str) -> str:
 def speed(nbytes: int, seconds: float) -> str:
     """`1.5 GiB in 1.24 s, 1.2 GiB/s`."""
     return f"{size(nbytes)} in {seconds:.2f} s, {size(nbytes / max(seconds, 1e-9))}/s"
+
+
+def date(seconds: float) -> str:
+    """`2026-11-30 12:01:07`, here, of the seconds since 1970."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def shape(lengths: Sequence[int]) -> str:

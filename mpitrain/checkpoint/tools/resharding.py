@@ -1,14 +1,7 @@
 """`mpitrain checkpoint reshard`: the same checkpoint over other files, or as one file.
 
-Think of all tensors laid end to end, in the order of the index, and of that line cut into as many equal parts as there
-shall be files:
-
-    |  rank-00000.h5  |  rank-00001.h5  |  rank-00002.h5  |
-    | wte    | wpe| blocks.0 ... | blocks.1 ...   | head  |
-
-A cut goes through a tensor between two rows, so files are balanced to within a row; small tensors are not cut.  Which
-ranks read what later does not matter: any layout loads any files.  Values pass through memory a few megabytes at a
-time, each block compared with its sum before it is written again.
+Tensors are dealt out over files as dealing.py says; which ranks read what later does not matter, any layout loads any
+files.  Values pass through memory a few megabytes at a time, each block compared with its sum before it is written.
 """
 
 from __future__ import annotations
@@ -18,69 +11,26 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpitrain import disk
-from mpitrain.checkpoint import hdf5, onefile
+from mpitrain.checkpoint import hdf5
 from mpitrain.checkpoint.folders import hold, publish, unfinished, write_manifest
 from mpitrain.checkpoint.manifest import BLOCK, MANIFEST, FileEntry, Logical, Manifest, Slab
 from mpitrain.checkpoint.saving import versions
-from mpitrain.checkpoint.source import PIECE, Rectangle, Source, cut, is_run, kind_of, nbytes
+from mpitrain.checkpoint.tools import onefile
+from mpitrain.checkpoint.tools.dealing import Share, deal
+from mpitrain.checkpoint.tools.source import PIECE, Source, cut, is_run, kind_of
 from mpitrain.errors import CheckpointError
 from mpitrain.options import show
 
-SMALL = 1 << 16
-"""Bytes; a tensor that is smaller is not cut."""
 WEIGHT = "weight"
 """The kind of tensor that `--weights-only` keeps."""
-
-
-class Share(NamedTuple):
-    """Part of a tensor that goes into one file."""
-
-    name: str
-    rectangle: Rectangle
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its lengths."""
-        return tuple(part.stop - part.start for part in self.rectangle)
-
-
-def deal(tensors: Mapping[str, Logical], num_files: int) -> list[list[Share]]:
-    """Deal tensors out over files of nearly equal size, each file a stretch of them; a file may get nothing.
-
-    Args:
-        tensors: in their order.
-        num_files: how many.
-    """
-    total = sum(map(nbytes, tensors.values()))
-    shares: list[list[Share]] = [[] for _ in range(num_files)]
-    at = 0
-    for name, tensor in tensors.items():
-        size = nbytes(tensor)
-        if not size:
-            continue
-        whole = [slice(0, length) for length in tensor.shape]
-        dim = next((dim for dim, length in enumerate(tensor.shape) if length > 1), None)
-        first, last = at * num_files // total, (at + size - 1) * num_files // total
-        if size < SMALL or dim is None:
-            middle = (2 * at + size) * num_files // (2 * total)
-            shares[middle].append(Share(name, tuple(whole)))
-        else:
-            rows = tensor.shape[dim]
-            cuts = (round((file * total / num_files - at) * rows / size) for file in range(first + 1, last + 1))
-            for file, (start, stop) in zip(range(first, last + 1), pairwise([0, *cuts, rows]), strict=True):
-                if start < stop:
-                    shares[file].append(Share(name, (*whole[:dim], slice(start, stop), *whole[dim + 1 :])))
-        at += size
-    return shares
 
 
 def keep_weights(manifest: Manifest) -> Manifest:

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import disk
-from mpitrain.checkpoint import hdf5, onefile
+from mpitrain.checkpoint import hdf5
 from mpitrain.checkpoint.manifest import BLOCK, MANIFEST, FileEntry, Manifest, Slab, read_alone
 from mpitrain.checkpoint.sums import AHEAD, Sums
+from mpitrain.checkpoint.tools import onefile
 from mpitrain.errors import CheckpointDamaged, CheckpointError
 from mpitrain.options import show
 

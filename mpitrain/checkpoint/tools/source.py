@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.checkpoint import hdf5, onefile
+from mpitrain.checkpoint import hdf5
 from mpitrain.checkpoint.folders import locate
 from mpitrain.checkpoint.manifest import BLOCK, MANIFEST, Logical, Manifest, Slab, read_manifest
+from mpitrain.checkpoint.tools import onefile
 from mpitrain.errors import CheckpointError
 from mpitrain.options import show
 

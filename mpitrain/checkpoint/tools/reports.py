@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.checkpoint import wording
-from mpitrain.checkpoint.comparing import Compared, Comparison, Other
-from mpitrain.checkpoint.source import Source, kind_of
-from mpitrain.checkpoint.verifying import Verdict
+from mpitrain.checkpoint.tools import wording
+from mpitrain.checkpoint.tools.comparing import Compared, Comparison, Other
+from mpitrain.checkpoint.tools.source import Source, kind_of
+from mpitrain.checkpoint.tools.verifying import Verdict
 from mpitrain.options import show
 
 ROWS = 20

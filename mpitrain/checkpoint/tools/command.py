@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.checkpoint import foreign, inspecting, onefile, reports, verifying, wording
-from mpitrain.checkpoint.comparing import compare, nbytes_to_read
+from mpitrain.checkpoint import foreign
 from mpitrain.checkpoint.manifest import MANIFEST
-from mpitrain.checkpoint.progress import Progress
-from mpitrain.checkpoint.resharding import check_target, keep_weights, to_files, to_one_file
-from mpitrain.checkpoint.source import Source, is_run, nbytes
+from mpitrain.checkpoint.tools import inspecting, listing, onefile, reports, verifying, wording
+from mpitrain.checkpoint.tools.comparing import compare, nbytes_to_read
+from mpitrain.checkpoint.tools.progress import Progress
+from mpitrain.checkpoint.tools.resharding import check_target, keep_weights, to_files, to_one_file
+from mpitrain.checkpoint.tools.source import Source, is_run, nbytes
 from mpitrain.comm.launcher import announced
 from mpitrain.errors import CheckpointError, ConfigError, LaunchError
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show, suggest
@@ -141,8 +142,8 @@ def _read(word: str, tool: Tool, words: list[str]) -> tuple[list[str], Given]:
 def _inspect(paths: list[str], given: Given) -> int:
     path, patterns = _there(paths[0]), _patterns(given)
     if is_run(path) and not patterns:
-        found = inspecting.entries(path)
-        _tell(given, lambda: inspecting.run_text(path, found), lambda: inspecting.run_json(path, found))
+        found = listing.entries(path)
+        _tell(given, lambda: listing.run_text(path, found), lambda: listing.run_json(path, found))
     elif _is_foreign(path):
         with foreign.open_file(path) as file:
             _tell(
@@ -164,7 +165,7 @@ def _verify(paths: list[str], given: Given) -> int:
     path = _there(paths[0])
     targets = [path]
     if is_run(path):
-        targets = [entry.folder for entry in inspecting.entries(path) if entry.state != "left behind"]
+        targets = [entry.folder for entry in listing.entries(path) if entry.state != "left behind"]
         if not targets:
             raise CheckpointError(f"{show(path)}: the run has no checkpoints yet.")
     elif path.is_dir() and not (path / MANIFEST).exists():
@@ -205,8 +206,9 @@ def _reshard(paths: list[str], given: Given) -> int:
     if (one_file is None) == (ranks is None):
         raise ConfigError("mpitrain checkpoint reshard: give either DST and --ranks N, or --one-file OUT.h5.")
     if (one_file is None) != (len(paths) == 2):
-        wanted = "DST, the new checkpoint, stands behind SRC" if one_file is None else "leave DST out"
-        raise ConfigError(f"mpitrain checkpoint reshard: {wanted}: {'--ranks' if one_file is None else '--one-file'}.")
+        with_ranks = "with --ranks N, DST, the new checkpoint, stands behind SRC"
+        wanted = with_ranks if one_file is None else "with --one-file OUT.h5, leave DST out"
+        raise ConfigError(f"mpitrain checkpoint reshard: {wanted}.")
     source = Source.of(paths[0])
     manifest = keep_weights(source.manifest) if given["weights_only"] else source.manifest
     named = paths[1] if one_file is None else str(one_file)

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from mpitrain.checkpoint.wording import size
+from mpitrain.checkpoint.tools.wording import size
 
 _FIRST, _EVERY = 0.5, 0.2  # seconds: before the line appears, and between two of them
 _CLEAR = "\r\x1b[K"

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.checkpoint.manifest import Logical
-from mpitrain.checkpoint.source import Source, chosen, cut, kind_of
+from mpitrain.checkpoint.tools.source import Source, chosen, cut, kind_of
 from mpitrain.config import OPTIONS
 
 FLOOR = 1e-6
 """Of the largest element of all tensors of a kind: those far smaller are noise."""
 AT_ONCE = 1 << 20
 """Elements of a tensor that are compared at once."""
-UNCOUNTED = frozenset("config." + name for name in "run resume stop_after pp dp cp tp ep".split())
+UNCOUNTED = frozenset("config." + name for name in "run resume stop_after faults pp dp cp tp ep".split())
 """Settings that say where a run is and on which ranks: other ones do not make it another run."""
 
 

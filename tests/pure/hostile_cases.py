@@ -1,0 +1,185 @@
+"""Files for the fuzz of files: of each kind a good one, how it is changed, and what a user does with it.
+
+A `Case` writes its file or folder, says which call of hostile_calls.py to make, and judges what came of it.
+"""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import hostile_checkpoints as checkpoints
+import hostile_hdf5
+import numpy as np
+from fuzz.mangle import changed, mangled
+
+from mpitrain.checkpoint.tools import command
+from mpitrain.config import Config
+
+VALUES = hostile_hdf5.VALUES.tolist()
+
+
+class Case(NamedTuple):
+    """A call of hostile_calls.py, and whether values that it returns must be those that were saved."""
+
+    call: list[str]
+    exact: bool = False
+
+
+class Bases:
+    """The good files, and files with tricks, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bait = folder / "bait" / "bait.h5"
+        self.bait.parent.mkdir(parents=True)
+        hostile_hdf5.make_bait(self.bait)
+        self.checkpoint = checkpoints.make(folder / "run")
+        self.one_file = folder / "one.h5"
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.main(["reshard", str(self.checkpoint), "--one-file", str(self.one_file)])
+        with h5py.File(self.checkpoint / checkpoints.FILE) as file:
+            self.offset = file[checkpoints.NAME].id.get_offset()
+        self.hdf5 = []
+        for name in hostile_hdf5.TRICKS:
+            path = folder / f"{name}.h5"
+            hostile_hdf5.make(name, path, self.bait)
+            if path.stat().st_size < 1 << 16:
+                self.hdf5.append(path.read_bytes())
+        for libver in ("earliest", "v110", "latest"):
+            self.hdf5 += 8 * [_plain(folder / f"plain-{libver}.h5", libver)]
+        self.hdf5.append((self.checkpoint / checkpoints.FILE).read_bytes())
+        self.settings = Config(steps=3, data="text").to_toml().encode()
+        self.metrics = b"".join(
+            b'{"step": %d, "loss": 5.%d, "lr": 1e-3, "val_loss": 4.5}\n' % (n, n) for n in range(1, 30)
+        )
+
+
+def _plain(path, libver):
+    draw = np.random.default_rng(0)
+    with h5py.File(path, "w", libver=libver) as file:
+        file["weight/x"] = hostile_hdf5.VALUES
+        file["weight/y"] = np.float64(0.1)
+        options = {"chunks": (4, 3), "compression": "gzip", "shuffle": True, "fletcher32": True}
+        file.create_dataset("c/all", data=np.arange(54).reshape(9, 6), **options)
+        file.create_dataset("c/grows", data=draw.integers(0, 9, (20, 2)), chunks=(1, 2), maxshape=(None, 2))
+        file.create_dataset("c/one", data=np.arange(9), chunks=(9,))
+        file["weight/x"].attrs["unit"] = "m"
+    return path.read_bytes()
+
+
+def hdf5(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A file that comes alone."""
+    path = folder / "a.h5"
+    path.write_bytes(mangled(draw, draw.choice(bases.hdf5), draw.choice(bases.hdf5)))
+    return Case(["look_and_read", str(path)])
+
+
+def sealed_hdf5(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A file in a checkpoint whose sums were made anew."""
+    path = folder / "a.h5"
+    good = (bases.checkpoint / checkpoints.FILE).read_bytes()
+    base = good if draw.random() < 0.5 else draw.choice(bases.hdf5)
+    data = mangled(draw, base, draw.choice(bases.hdf5)).ljust(200, b"\0")
+    path.write_bytes(data)
+    offset = bases.offset if bases.offset + 48 <= len(data) else draw.randrange(len(data) - 48)
+    checkpoints.with_file(bases.checkpoint, path, folder / "made", offset)
+    return Case(["load", str(folder / "made")])
+
+
+def damaged_checkpoint(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A checkpoint with other bytes in one of its files, whose sums nobody made anew."""
+    shutil.copytree(bases.checkpoint, folder / "made")
+    path = folder / "made" / draw.choice((checkpoints.FILE, "manifest.json"))
+    path.write_bytes(mangled(draw, path.read_bytes(), path.read_bytes()))
+    return Case(["load", str(folder / "made")], exact=True)
+
+
+def sealed_manifest(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A manifest with other values, or other text, and the sum that it needs."""
+    shutil.copytree(bases.checkpoint, folder / "made")
+    manifest = checkpoints.read(bases.checkpoint)
+    manifest.pop("sha256")
+    if draw.random() < 0.7:
+        manifest = changed(draw, manifest)
+        text = json.dumps(manifest)[:-1]
+    else:
+        text = mangled(draw, json.dumps(manifest)[:-1].encode(), b'[]{}:,"0').decode("utf-8", "surrogateescape")
+    checkpoints.write(folder / "made", text)
+    return Case([draw.choice(("load", "load", "inspect", "verify")), str(folder / "made")])
+
+
+def one_file(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A consolidated file; its head and its index have the sums that they need, or not."""
+    data = bytearray(bases.one_file.read_bytes())
+    head = json.loads(data[:4096].rstrip(b" "))
+    place = slice(head["index"]["offset"], head["index"]["offset"] + head["index"]["bytes"])
+    match draw.randrange(3):
+        case 0:
+            data = bytearray(mangled(draw, bytes(data), bytes(data)))
+        case 1:
+            head.pop("sha256")
+            data[:4096] = _sealed(changed(draw, head)).ljust(4096)[:4096]
+        case 2:
+            index = json.loads(data[place].rstrip(b" "))
+            index.pop("sha256")
+            text = _sealed(changed(draw, index))
+            data[place] = text.ljust(place.stop - place.start)[: place.stop - place.start]
+    (folder / "one.h5").write_bytes(data)
+    return Case([draw.choice(("inspect", "verify", "read_all")), str(folder / "one.h5")])
+
+
+def _sealed(value) -> bytes:
+    text = json.dumps(value)[:-1].encode()
+    return text + b',\n "sha256": "%s"\n}\n' % sha256(text).hexdigest().encode()
+
+
+def settings(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A file of settings."""
+    path = folder / "a.toml"
+    pieces = b"[[a]]\n[a.b]\n{}=,\"\"\"'''#\\u0000\\x00 inf nan 2026-01-01T00:00:00Z 0x1f 1e999 true a.b.c"
+    path.write_bytes(mangled(draw, bases.settings, draw.choice((pieces, bases.settings))))
+    return Case(["settings", str(path)])
+
+
+def data(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A corpus: text, tokens, or a folder of them."""
+    raw = mangled(draw, b"text \xc3\xa9 and more \xe2\x82\xac" * draw.choice((1, 9, 400)), draw.randbytes(64))
+    kind = draw.choice(("text.txt", "tokens.bin", "folder"))
+    if kind == "folder":
+        for name in draw.sample(("train.bin", "val.bin", "a.txt", "b", ".hidden", "c.py"), 3):
+            (folder / name).write_bytes(mangled(draw, raw, raw))
+        return Case(["corpus", str(folder)])
+    (folder / kind).write_bytes(raw)
+    return Case(["corpus", str(folder / kind)])
+
+
+def metrics(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """What a run measured, gone on with and drawn."""
+    path = folder / "metrics.jsonl"
+    text = mangled(draw, bases.metrics, b'{"step": 1e999, "loss": [1e308, -1e308, "x", null, {}]}\n')
+    if draw.random() < 0.5:
+        lines = [json.loads(line) for line in bases.metrics.splitlines()]
+        text = b"".join(json.dumps(line).encode() + b"\n" for line in changed(draw, lines))
+    path.write_bytes(text)
+    return Case(["metrics", str(path), draw.choice((1, 3, 12, 40))])
+
+
+def page(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A copy of a rank's page of the flight board."""
+    (folder / "board").mkdir()
+    (folder / "board" / "rank-00001.page").write_bytes(
+        draw.randbytes(draw.choice((0, 9, 4096, 4104, 4105, 8200, 8192 + 8)))
+    )
+    return Case(["board", str(folder)])
+
+
+KINDS: dict[str, Callable[[random.Random, Bases, Path], Case]] = {
+    function.__name__: function
+    for function in (hdf5, sealed_hdf5, damaged_checkpoint, sealed_manifest, one_file, settings, data, metrics, page)
+}
