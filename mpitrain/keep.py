@@ -17,7 +17,6 @@ from typing import Any
 from mpitrain import checkpoint
 from mpitrain import config as settings
 from mpitrain.comm.mesh import Mesh
-from mpitrain.comm.together import together
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
 from mpitrain.errors import CheckpointDamaged, CheckpointError
@@ -222,9 +221,12 @@ class Keeper:
             try:
                 return self._fill(path, steps)
             except CheckpointDamaged as error:
-                if number + 1 == len(found):
+                if number + 1 < len(found):
+                    self._say(f"Passed over: {error}")
+                elif number == 0:
                     raise
-                self._say(f"Passed over: {error}")
+                else:
+                    raise CheckpointDamaged(f"{error}\nIt was the last one: all {len(found)} are damaged.") from None
         raise AssertionError("there was nothing to go on from")
 
     def _fill(self, found: Path, steps: int) -> int:
@@ -262,7 +264,12 @@ class Keeper:
             raise CheckpointError(
                 f"{found} has {saved['step']} steps behind it, but --steps is {steps}.  Ask for more steps than that."
             )
-        together(world, lambda: checkpoint.retire_after(self.folder, saved["step"]), here=world.rank == 0)
+
+        def give_up() -> None:
+            if world.rank == 0:
+                checkpoint.retire_after(self.folder, saved["step"])
+
+        checkpoint.agreed(world, give_up, f"{self.folder}: checkpoints of later steps cannot be renamed")
         self._say(f"go on after step {saved['step']} from {found}\n")
         for text in told:
             self._say(f"{text}\n")

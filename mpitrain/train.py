@@ -41,7 +41,7 @@ from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.memory import MemoryLedger
 from mpitrain.debug.states import StateChecker
-from mpitrain.errors import CheckpointError, ConfigError, MeshError
+from mpitrain.errors import ConfigError, MeshError
 from mpitrain.events import listen
 from mpitrain.keep import Keeper, settings_of
 from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
@@ -271,7 +271,7 @@ class Training:
         if keeper.saving and not busy:
             keeper.publish()
             clock.restart()
-        final = stops or (step == last and config.stop_after is not None)
+        final = stops or (step == last and (config.stop_after is not None or config.save_every > 0))
         saves = final or (config.save_every > 0 and step % config.save_every == 0)
         if self.replicas(step, len(reports), saves=saves):
             clock.restart()

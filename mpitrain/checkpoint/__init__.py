@@ -28,6 +28,7 @@ __all__ = [
     "Saving",
     "SlabRef",
     "Snapshot",
+    "agreed",
     "begin",
     "claim",
     "counted_here",

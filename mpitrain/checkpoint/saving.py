@@ -135,7 +135,18 @@ class Saving:
         except UserError:
             _discard(draft, world)
             raise
+        if self._keep is not None:
+            agreed(
+                world,
+                self._remove_older,
+                f"{self.folder} is there, but older ones cannot be removed (--keep)",
+                _WAY_OUT,
+            )
         return self.folder
+
+    def _remove_older(self) -> None:
+        if self._world.rank == 0 and self._keep is not None:
+            keep_newest(self.folder.parent.parent, self._keep)
 
     def _write(self) -> None:
         if self._thread is not None:
@@ -165,8 +176,6 @@ class Saving:
             manifest = _index(self._step, told, self._names, self._scalars, self._layout)
             write_manifest(unfinished(self.folder), manifest.to_json())
             publish(self.folder)
-            if self._keep is not None:
-                keep_newest(self.folder.parent.parent, self._keep)
 
 
 def begin(

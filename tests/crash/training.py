@@ -293,7 +293,8 @@ def differences(a: State, b: State) -> list[str]:
 def kept_later_steps():
     """Leave the checkpoints of later steps in their place when a run goes on from an earlier one.
 
-    The trainer renames them; a script of one's own may not, and then saves over them.
+    The trainer renames them, or refuses the folder; a script of one's own may not, and then saves over them.
     """
-    with mock.patch.object(checkpoint, "retire_after", return_value=[]):
+    refuse_nothing = mock.patch.object(checkpoint, "claim")
+    with mock.patch.object(checkpoint, "retire_after", return_value=[]), refuse_nothing:
         yield

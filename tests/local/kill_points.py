@@ -158,8 +158,9 @@ def main() -> None:
         for scene, count in ((MANY_SAVES, options.random // 2), (IN_BACKGROUND, options.random - options.random // 2)):
             if count:
                 began, tally, lasts = time.monotonic(), Tally(), seconds_of(reference, scene)
-                for index in range(count):
-                    kill_after(reference, scene, random_moments.uniform(0, lasts), tally, index % options.go_on == 0)
+                while tally.killed < count:  # others ended before
+                    go_on = tally.killed % options.go_on == 0
+                    kill_after(reference, scene, random_moments.uniform(0, lasts), tally, go_on)
                 tell(scene.name, count, tally, time.monotonic() - began)
                 troubles, kills = troubles + len(tally.troubles), kills + tally.killed
     print(f"\n{kills} kills, {troubles} troubles")

@@ -262,6 +262,8 @@ def test_nothing_is_replaced_without_force_and_nothing_that_is_no_checkpoint_eve
         assert "is the folder of a run" in refused("reshard", small, small.parent.parent, "--ranks", 2, *force)
         assert "not a regular file" in refused("reshard", small, "--one-file", mine, *force)
         assert "step-00000100" in refused("reshard", small, tmp_path / "step-00000101", "--ranks", 2, *force)
+        assert "stays as it is" in refused("reshard", small, small / "new", "--ranks", 2, *force)
+        assert "stays as it is" in refused("reshard", small, "--one-file", small / "rank-00000.h5", *force)
     assert (mine / "thesis").read_text() == "years"
     assert sorted(os.listdir(tmp_path)) == ["mine", "new", "one.h5", "run"]
 

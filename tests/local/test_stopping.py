@@ -175,6 +175,38 @@ def test_a_save_that_fails_in_the_background_ends_all_ranks_with_one_message(tmp
     assert steps_of(tmp_path / "run") == ["step-00000002"]
 
 
+def test_the_end_of_a_run_is_saved_too(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "5", "--save-every", "2")
+    assert steps_of(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_checkpoint_is_there_though_older_ones_cannot_be_removed(tmp_path, text, monkeypatch):
+    rename = disk.rename
+
+    def refused(old, new):
+        if new.name.startswith(".gone-"):
+            raise OSError(5, os.strerror(5))
+        rename(old, new)
+
+    monkeypatch.setattr(disk, "rename", refused)
+    with pytest.raises(CheckpointError, match=r"step-00000006 is there, but older ones cannot be removed \(--keep\)"):
+        train(2, tmp_path / "run", text, "--steps", "8", "--save-every", "2", "--keep", "2")
+    assert steps_of(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_later_checkpoints_that_cannot_be_given_up_end_the_run_before_its_first_step(tmp_path, text, monkeypatch):
+    train(1, tmp_path / "run", text, "--steps", "6", "--save-every", "2")
+    before = metrics(tmp_path / "run")
+
+    def refused(old, new):
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(disk, "rename", refused)
+    with pytest.raises(CheckpointError, match="checkpoints of later steps cannot be renamed .*Read-only file system"):
+        train(1, tmp_path / "run", text, "--resume", str(tmp_path / "run" / "checkpoints" / "step-00000002"))
+    assert metrics(tmp_path / "run") == before
+
+
 def test_what_is_read_back_is_what_was_written_or_the_save_fails(tmp_path, text, monkeypatch):
     train(1, tmp_path / "run", text, "--steps", "4", "--save-every", "2", "--read-back")
     write = disk.write
@@ -200,7 +232,7 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_gone_on_from(tmp_path, tex
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="rank-00001.h5 is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank-00001\.h5 is damaged"):
         train(2, tmp_path / "other", text, "--resume", str(path.parent))
     train(2, tmp_path / "run", text, *flags, "--resume", "latest")
     said = capsys.readouterr().out
@@ -208,3 +240,15 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_gone_on_from(tmp_path, tex
     assert "go on after step 4" in said
     assert steps_of(tmp_path / "run") == ["given-up-1-step-00000006", "step-00000002", "step-00000004", "step-00000006"]
     assert metrics(tmp_path / "run") == whole
+
+
+def test_if_all_checkpoints_are_damaged_the_message_says_so(tmp_path, text):
+    train(1, tmp_path / "run", text, "--steps", "4", "--save-every", "2")
+    for path in (tmp_path / "run" / "checkpoints").glob("*/rank-00000.h5"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002.*is damaged: [^\n]*\nIt was the last one: all 2 are damaged"
+    ):
+        train(1, tmp_path / "run", text, "--resume", "latest")

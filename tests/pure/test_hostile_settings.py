@@ -190,8 +190,11 @@ def test_a_saved_setting_of_any_kind_is_taken_or_refused(name):
     assert all(map(is_clear, refused)), refused
 
 
-def test_a_checkpoint_with_settings_of_any_kind_is_taken_or_refused(tmp_path):
+@pytest.mark.parametrize("beside", ["a file of settings", "none"])
+def test_a_checkpoint_with_settings_of_any_kind_is_taken_or_refused(tmp_path, beside):
     folder = checkpoints.make(tmp_path)
+    if beside != "none":  # which wins, and is compared with what was saved
+        write(Config(steps=3), str(tmp_path / "config.toml"))
     saved = asdict(Config(steps=3))
     whole = checkpoints.read(folder)
     taken, refused = 0, []

@@ -56,7 +56,7 @@ WRITES = {
 """Files that open something to write it: each knows what it does where a link or a pipe has the name."""
 PICKLED_MESSAGES = set(
     "send recv isend irecv ssend issend bsend ibsend sendrecv sendrecv_replace bcast gather scatter allgather alltoall "
-    "reduce allreduce scan exscan mprobe improbe"
+    "reduce allreduce scan exscan mprobe improbe".split()
 )
 """Methods of mpi4py's communicators that pickle; those that send buffers begin with a capital."""
 

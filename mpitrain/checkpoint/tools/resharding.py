@@ -156,6 +156,11 @@ def check_target(text: str, manifest: Manifest, one_file: bool, force: bool) -> 
     flag = "--one-file " if one_file else ""
     if not target.parent.is_dir() and one_file:
         raise CheckpointError(f"{flag}{show(text)}: there is no folder {show(target.parent)}.")
+    inside = next((folder for folder in target.resolve().parents if (folder / MANIFEST).is_file()), None)
+    if inside is not None:
+        raise CheckpointError(
+            f"{flag}{show(text)}: lies in the checkpoint {show(inside)}, which stays as it is.  Choose another place."
+        )
     above = next(folder for folder in target.parents if os.path.lexists(folder))
     if not above.is_dir():
         raise CheckpointError(f"{flag}{show(text)}: {show(above)} is not a folder.")
