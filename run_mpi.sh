@@ -18,7 +18,7 @@ Without a script examples/train_gpt.py is run. Paths are relative to the folder 
 
   -n RANKS     number of MPI processes (default 8; inside a Slurm job the job's number of tasks)
   --restarts N after a fault start training again, at most N times, from the newest checkpoint: needs --run DIR among the
-               script's flags, and adds --resume auto to them. Exit codes 0, 2 (a mistake of yours), 85, 130 and 143 end it
+               script's flags, and adds --resume auto to them. Codes 0, 2 (a wrong flag, a full disk), 85, 130, 143 end it
   -h, --help   this text
 
 To stop: the first Ctrl-C, SIGTERM or SIGHUP sends SIGUSR1 to all ranks. Training then finishes its step, saves, and ends with exit

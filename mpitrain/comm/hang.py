@@ -62,17 +62,29 @@ class Seen:
             one, several = (f"{verb} {self.still}" for verb in ("is", "are"))
         step = f", step {page.step}" if page.step else ""
         if call is not None:
-            return one, several, f" in {call}" + (f", at {page.site}" if page.site else "") + step
+            where = f", at {page.site}" if self.is_there() else self._site() if self.still else ""
+            return one, several, f" in {call}" + where + step
         after = f", after {last[0]}" if page.state != NEW and last else " and never entered a call"
         return one, several, self._site() + after + step
 
     def _site(self) -> str:
         """Where it runs, as far as that is known."""
+        return self.where(innermost(self.page.last_trail))
+
+    def is_there(self) -> bool:
+        """Whether the place on its page is where it is, not where it was.
+
+        A call stays where it is, and a rank that runs must have been looked at just now.  One that stands still may
+        have gone on after the last look.
+        """
         page = self.page
-        if page.site and not self.still and (self.clock - page.looked) / 1e9 < _FRESH:
-            return _at(page.site)
-        last = innermost(page.last_trail)
-        return f", last seen at {last}" if last else ""
+        if not page.trail or self.still:
+            return False
+        return page.state in (WAITING, LEFT) or (self.clock - page.looked) / 1e9 < _FRESH
+
+    def where(self, trail: str) -> str:
+        """Words for the place on its page, or for that and what it was called from."""
+        return _at(trail) if self.is_there() or not trail else f", last seen at {trail}"
 
     def calls(self, most: int) -> list[str]:
         """Its last calls, the newest first."""
@@ -142,23 +154,25 @@ class Hang:
         order = [*first, *(rank for rank in sorted(self.seen) if rank not in first)]
         groups = by_place((rank, self._story(rank)) for rank in order)
         lines = ["", "Last calls, the newest first" + (f"; more of them: {path}" if path else "") + "."]
-        for (trail, _), ranks in list(groups.items())[:MAX_GROUPS]:
-            lines.append(f"  {named(ranks)}{_at(trail)}")
+        for (where, _), ranks in list(groups.items())[:MAX_GROUPS]:
+            lines.append(f"  {named(ranks)}{where}")
             lines += [f"    {call}" for call in self.seen[ranks[0]].calls(SHOWN_CALLS) or ["none"]]
         left = sum(len(ranks) for ranks in list(groups.values())[MAX_GROUPS:])
         return lines + ([f"  and {left} more ranks"] if left else [])
 
     def _story(self, rank: int) -> tuple[str, tuple[str, ...]]:
         """What must be equal to be told together."""
-        page = self.seen[rank].page
-        return page.last_trail, tuple(str(call) for call in page.calls()[-SHOWN_CALLS:])
+        seen = self.seen[rank]
+        return seen.where(seen.page.last_trail), tuple(str(call) for call in seen.page.calls()[-SHOWN_CALLS:])
 
     def whole(self) -> list[str]:
         """All that is known of every rank."""
         lines = [*self.head(), "", f"Seen by rank {self.start}, {time.strftime('%Y-%m-%d %H:%M:%S')}."]
         for rank, seen in sorted(self.seen.items()):
             one, _, rest = seen.place()
-            lines += ["", f"rank {rank} {one}{rest} (for {seen.seconds:.1f} s)", f"  {seen.page.last_trail or '?'}"]
+            trail = seen.page.last_trail or "?"
+            lines += ["", f"rank {rank} {one}{rest} (for {seen.seconds:.1f} s)"]
+            lines.append(f"  {trail}" if seen.is_there() or trail == "?" else f"  last seen at {trail}")
             lines += [f"  {call}" for call in seen.calls(len(seen.page.calls()))]
         return lines
 

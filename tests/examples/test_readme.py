@@ -443,14 +443,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"python examples/train_gpt.py --run runs/b --steps 4 --stop-after 2 {TINY}",
         "",
     ),
-    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --save-every 100 --pp 4 --layers 8 --microbatches 8": (
-        f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --save-every 2 {TINY} --pp 4 --layers 4",
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --steps 400 --stop-after 100 --pp 4 --layers 8"
+    " --microbatches 8": (
+        f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --stop-after 2 {TINY} --pp 4 --layers 4",
         "",
     ),
-    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --resume latest --pp 2 --schedule interleaved": (
+    "./run_mpi.sh -n 4 examples/train_gpt.py --run runs/c --resume latest --stop-after 200 --pp 2"
+    " --schedule interleaved": (
         f"mpitrain local -n 4 examples/train_gpt.py --run runs/c --steps 4 --stop-after 2 {TINY} --pp 4 --layers 4"
         " --microbatches 2\n"
-        "mpitrain local -n 4 examples/train_gpt.py --run runs/c --resume latest --pp 2 --schedule interleaved",
+        "mpitrain local -n 4 examples/train_gpt.py --run runs/c --resume latest --stop-after 3 --pp 2"
+        " --schedule interleaved",
         "",
     ),
     "./run_mpi.sh -n 1 examples/train_gpt.py --run runs/c --resume latest --pp 1 --schedule 1f1b": (

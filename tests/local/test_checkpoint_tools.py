@@ -691,6 +691,17 @@ def test_damage_is_trouble_not_a_difference(tmp_path, small):
     assert sorted(os.listdir(tmp_path)) == ["other", "run"]
 
 
+def test_a_run_without_a_complete_checkpoint_is_named_as_the_user_named_it(tmp_path, small):
+    run = small.parent.parent
+    os.truncate(small / "rank-00000.h5", 100)
+    text = refused("diff", tmp_path / "run", run)
+    assert text.startswith(
+        f"{run}: has no complete checkpoint; the newest is damaged:\n{small} is damaged: rank-00000.h5"
+    )
+    shutil.rmtree(small)
+    assert refused("diff", run, run) == f"{run}: has no complete checkpoint; it has saved none."
+
+
 # -------------------------------------------------------------------------------------------------------------- inspect
 
 

@@ -313,6 +313,34 @@ def test_a_stopped_rank_is_told_with_where_it_was_seen_last(
     ]
 
 
+@pytest.mark.parametrize("looked", ["before the call", "in the call"])
+def test_the_place_of_a_rank_that_was_stopped_in_a_call_is_where_it_was_seen_last(
+    make: Callable[[int], list[FlightBoard]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, looked: str
+) -> None:
+    boards = make(2)
+    lanes = lanes_of(boards, "dp", 0, 1)
+    if looked == "before the call":  # stopped before the next look came
+        boards[1].page.set_site("corpus.py:88 < train.py:9", boards[1].page.moment)
+    for lane in lanes.values():
+        lane.enter(13, "all_reduce", (2,), F4, -1)
+    if looked == "in the call":
+        boards[1].page.set_site("corpus.py:88 < train.py:9", boards[1].page.moment)
+    boards[0].page.set_site("train.py:14", boards[0].page.moment)
+    monkeypatch.setattr(BoardFile, "process", lambda file, index: Process(7, "T" if index == 1 else "S"))
+    hang = hang_of(boards[0])
+    call = "all_reduce on dp, call 13, (2,) float32"
+    assert hang.head()[1:] == [
+        f"  rank 1 is stopped in {call}, last seen at corpus.py:88 (for 0 s)",
+        f"  rank 0 waits in {call}, at train.py:14 (for 0 s)",
+    ]
+    places = [line for line in hang.rest("") if line.startswith("  rank")]
+    assert places == ["  rank 1, last seen at corpus.py:88 < train.py:9", "  rank 0 at train.py:14"]
+    assert [line for line in hang.whole() if ".py:" in line and "rank" not in line] == [
+        "  train.py:14",
+        "  last seen at corpus.py:88 < train.py:9",
+    ]
+
+
 def test_copies_tell_of_ranks_elsewhere_and_of_those_that_give_no_sign_of_life(
     make: Callable[[int], list[FlightBoard]], tmp_path: Path
 ) -> None:

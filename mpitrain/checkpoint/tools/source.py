@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.checkpoint import hdf5
-from mpitrain.checkpoint.folders import locate
+from mpitrain.checkpoint.folders import survey
 from mpitrain.checkpoint.manifest import BLOCK, MANIFEST, Logical, Manifest, Slab, read_manifest
 from mpitrain.checkpoint.tools import onefile
 from mpitrain.errors import CheckpointError
@@ -64,8 +64,7 @@ class Source:
             raise CheckpointError(f"{show(text)}: there is no such file or folder (looked from {os.getcwd()}).")
         if path.is_dir():
             if is_run(path):
-                found, notes = locate(text, None)
-                path = found[0]
+                path, notes = _newest(text)
             elif not (path / MANIFEST).exists():
                 raise CheckpointError(
                     f"{show(text)}: is neither a checkpoint (it has no {MANIFEST}) nor a run (it has no checkpoints/)."
@@ -131,6 +130,16 @@ def chosen(tensors: Mapping[str, Logical], patterns: Sequence[str], where: objec
             )
         found.update(these)
     return {name: tensor for name, tensor in tensors.items() if name in found}
+
+
+def _newest(run: str) -> tuple[Path, list[str]]:
+    """The newest complete checkpoint of a run, and what is wrong with newer ones."""
+    all_ = survey(run)
+    for place, (folder, wrong) in enumerate(all_):
+        if not wrong:
+            return folder, [wrong for _, wrong in all_[:place]]
+    reason = f"; the newest is damaged:\n{all_[0][1]}" if all_ else "; it has saved none."
+    raise CheckpointError(f"{show(run)}: has no complete checkpoint{reason}")
 
 
 def kind_of(name: str) -> str:
