@@ -262,21 +262,37 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 
 def state_of(path: Path, ranks: int = 1) -> State:
-    """All that a checkpoint holds, read by the library.
+    """All that a checkpoint holds, read by the library: of every tensor each rank reads some rows, or some columns.
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    return LocalWorld(ranks).run(_load, path)[0]
+    found = LocalWorld(ranks).run(_load, path)
+    tensors, scalars = found[0]
+    assert all(others == scalars for _, others in found)
+    whole = {
+        name: np.concatenate([of[name] for of, _ in found], _cut(name, a.ndim)) for name, a in tensors.items() if a.ndim
+    }
+    return {**tensors, **whole}, scalars
 
 
 def _load(path: Path) -> State:
-    tensors = {name: np.zeros(t.shape, t.dtype) for name, t in checkpoint.read_manifest(path).tensors.items()}
-    slabs = [
-        SlabRef(name, a.shape, tuple(slice(0, length) for length in a.shape), a, None) for name, a in tensors.items()
-    ]
+    rank, size = world().rank, world().size
+    tensors, slabs = {}, []
+    for name, tensor in checkpoint.read_manifest(path).tensors.items():
+        rectangle = [slice(0, length) for length in tensor.shape]
+        if rectangle:
+            dim = _cut(name, len(rectangle))
+            rectangle[dim] = slice(tensor.shape[dim] * rank // size, tensor.shape[dim] * (rank + 1) // size)
+        part = tensors[name] = np.zeros([of.stop - of.start for of in rectangle], tensor.dtype)
+        slabs.append(SlabRef(name, tensor.shape, tuple(rectangle), part, None))
     scalars = checkpoint.load(path, slabs, world())
     return tensors, {name: value for name, value in scalars.items() if name != "config"}
+
+
+def _cut(name: str, dims: int) -> int:
+    """The dim in which ranks share a tensor: the first, or the last."""
+    return (len(name) % 2) * (dims - 1)
 
 
 def differences(a: State, b: State) -> list[str]:

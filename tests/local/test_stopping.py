@@ -202,7 +202,7 @@ def test_later_checkpoints_that_cannot_be_given_up_end_the_run_before_its_first_
         raise OSError(30, os.strerror(30))
 
     monkeypatch.setattr(disk, "rename", refused)
-    with pytest.raises(CheckpointError, match="checkpoints of later steps cannot be renamed .*Read-only file system"):
+    with pytest.raises(CheckpointError, match=r"checkpoints of later steps cannot be renamed .*Read-only file system"):
         train(1, tmp_path / "run", text, "--resume", str(tmp_path / "run" / "checkpoints" / "step-00000002"))
     assert metrics(tmp_path / "run") == before
 
