@@ -5,7 +5,7 @@ chunks, and its metadata carry checksums (`libver` v110).  HDF5 only lays it out
 
     metadata | large slabs, each at a page of its own | small slabs, one after the other | a little more of metadata
 
-Once that is known, the file is written once, front to back, by plain writes, while other threads take the sums
+Once that is known, the file is written once, front to back, by plain writes, while a thread takes the sums
 (`sums`): SHA-256 of the file, CRC-32 of each block of each slab and of all that is no slab.  So the same values make
 the same bytes, a disk that is full says so itself, and nobody has to read a file again to know its sums.
 

@@ -1,7 +1,8 @@
 """Sums of what goes to a disk or comes from it, taken beside the one who moves it.
 
-A SHA-256 takes about as long as a fast disk; a CRC-32 less than half of that.  So each has a thread of its own, and
-hashing gives Python's lock back: the one who writes or reads goes on, and waits at the end for what is left.
+A SHA-256 takes as long as a fast disk, a CRC-32 less than half of that.  So SHA-256 has a thread of its own, and
+hashing gives Python's lock back: the one who writes goes on, takes the CRC-32 himself, and waits at the end for what is
+left.  A third thread would take a core from the slowest of them.  Who reads has the CRC-32 compared by a thread.
 """
 
 from __future__ import annotations
@@ -28,30 +29,25 @@ class Sums:
     def __init__(self, ahead: int | None = AHEAD) -> None:
         self._sha = sha256()
         self._crcs: dict[str, list[int]] = {}
-        self._lines = [_Line(lambda _, block: self._sha.update(block), ahead), _Line(self._take_crc, ahead)]
+        self._line = _Line(lambda _, block: self._sha.update(block), ahead)
 
     def add(self, name: str, block: memoryview) -> None:
         """The next block of the file: of a slab, or of what is none (""), which has one sum."""
-        for line in self._lines:
-            line.put(name, block)
-
-    def told(self) -> tuple[dict[str, tuple[int, ...]], str]:
-        """CRC-32s by name, and the SHA-256 in hexadecimal digits."""
-        for line in self._lines:
-            line.finish()
-        return {name: tuple(found) for name, found in self._crcs.items()}, self._sha.hexdigest()
-
-    def close(self) -> None:
-        """End the threads, whether all was summed or not."""
-        for line in self._lines:
-            line.close()
-
-    def _take_crc(self, name: str, block: memoryview) -> None:
+        self._line.put(None, block)
         found = self._crcs.setdefault(name, [])
         if name or not found:
             found.append(zlib.crc32(block))
         else:
             found[0] = zlib.crc32(block, found[0])
+
+    def told(self) -> tuple[dict[str, tuple[int, ...]], str]:
+        """CRC-32s by name, and the SHA-256 in hexadecimal digits."""
+        self._line.finish()
+        return {name: tuple(found) for name, found in self._crcs.items()}, self._sha.hexdigest()
+
+    def close(self) -> None:
+        """End the thread, whether all was summed or not."""
+        self._line.close()
 
 
 class Comparison:
