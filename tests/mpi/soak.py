@@ -1,10 +1,10 @@
 """A long training: what a rank holds must not grow.
 
     PYTHONPATH=. python tests/mpi/soak.py                        10,000 steps on 8 ranks, saving in the background
-    PYTHONPATH=. python tests/mpi/soak.py 2000 4 --tp 2 --zero 1
+    PYTHONPATH=. python tests/mpi/soak.py 4000 4 --tp 2 --zero 1
 
-Every second the resident memory and the open files of each rank are read.  From a fifth of the run on, when buffers,
-pools and two checkpoints have had their turn, memory may grow by 1 % and the number of open files not at all (a save
+Every second the resident memory and the open files of each rank are read.  From step 2,000 on, when buffers, pools and
+the allocator's arenas have had their turn, memory may grow by 1 % and the number of open files not at all (a save
 that is under way has one more, so the least of some seconds counts).  At the end no file may be left in the folders for
 temporary files and shared memory, and no unfinished checkpoint in the run's.
 
@@ -25,6 +25,7 @@ from mpi_launch import ROOT, Launch
 
 MODEL = "--model gpt-tiny --layers 2 --width 16 --heads 2 --seq-len 8 --batch 8 --dropout 0.1 --sample-length 0".split()
 GROWTH = 0.01
+SETTLED = 2000  # steps
 AROUND = 10  # readings whose least counts
 
 
@@ -65,7 +66,7 @@ def main(steps: int, ranks: int, flags: list[str]) -> int:
         wrong += [f"left over: {name}" for name in kept if not name.startswith("step-")]
         if len(kept) != 2:
             wrong.append(f"{len(kept)} checkpoints are kept")
-    settled = [found for done, found in readings if done >= steps // 5 and len(found) == ranks]
+    settled = [found for done, found in readings if done >= SETTLED and len(found) == ranks]
     print(f"{steps} steps on {ranks} ranks, {len(settled)} readings, {ended.seconds:.0f} s")
     if len(settled) < 2 * AROUND:
         wrong.append("too few readings: more steps are needed")
