@@ -85,9 +85,29 @@ class Files(NamedTuple):
             for start in range(0, len(memory), PIECE):
                 yield memory[start : start + PIECE]
 
-    def save(self, step: int, read_back: bool = False) -> Path:
+    def save(self) -> None:
         """A checkpoint."""
-        return checkpoint.save(self.run, step, self.slabs, {}, world(), read_back=read_back)
+        checkpoint.save(self.run, 1, self.slabs, {}, world())
+
+    def save_and_read_back(self) -> None:
+        """A checkpoint that counts when it was read."""
+        checkpoint.save(self.run, 1, self.slabs, {}, world(), read_back=True)
+
+    def load(self) -> None:
+        """The checkpoint, to where it came from."""
+        path = checkpoint.latest(self.run)
+        assert path is not None
+        checkpoint.load(path, self.slabs, world())
+
+    def load_trusting(self) -> None:
+        """The same without checks."""
+        with trusting():
+            self.load()
+
+    def remove(self) -> None:
+        """All files."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        self.plain.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Nothing of the files in memory: the next to read them reads the disk."""
@@ -124,47 +144,42 @@ def disk_times(sizes: GPTConfig, rounds: int, folder: Path) -> dict[str, Any]:
     files = Files(slabs, memory, folder / "run", folder / "plain")
     found: dict[str, list[float]] = {name: [] for name in page.DISK}
     for number in range(rounds + 1):  # the first round warms up
-        turns = writing(files) | reading(files)
-        for name, took in turns.items():
+        for name, took in (writing(files, number) | reading(files, number)).items():
             if number:
                 found[name].append(took)
+    files.remove()
     return {"bytes": sum(map(len, memory)), "seconds": found}
 
 
-def writing(files: Files) -> dict[str, float]:
-    """A round of writes; a plain file and one checkpoint are left."""
-    shutil.rmtree(files.run, ignore_errors=True)
-    files.plain.unlink(missing_ok=True)
-    took = {page.PLAIN_WRITE: seconds(files.write_plain, files.run.parent)}
-    for step, name in enumerate((page.SAVE, page.SAVE_BACK), start=1):
-        back = name == page.SAVE_BACK
-        took[name] = seconds(lambda step=step, back=back: files.save(step, back), files.run.parent)
-        shutil.rmtree(files.run)
-    files.save(3)
-    return took
+def writing(files: Files, number: int) -> dict[str, float]:
+    """A round of writes, each begun with none of the files there; a plain file and one checkpoint are left.
 
-
-def reading(files: Files) -> dict[str, float]:
-    """A round of reads, each from the disk and then from memory."""
-    path = checkpoint.latest(files.run)
-    assert path is not None
+    What was removed a moment ago has left memory that the system hands out again faster than any other.
+    """
     took = {}
-    for cold, warm, way, read in (
-        (page.PLAIN_COLD, page.PLAIN_WARM, nothing, files.read_plain),
-        (page.LOAD_COLD, page.LOAD_WARM, nothing, lambda: checkpoint.load(path, files.slabs, world())),
-        (page.TRUST_COLD, page.TRUST_WARM, trusting, lambda: checkpoint.load(path, files.slabs, world())),
-    ):
-        with way():
-            files.forget()
-            took[cold] = seconds(read, files.run.parent)
-            took[warm] = seconds(read, files.run.parent)
+    files.remove()
+    for name, write in turns(number, page.WRITES, [files.write_plain, files.save, files.save_and_read_back]):
+        took[name] = seconds(write, files.run.parent)
+        files.remove()
+    files.write_plain()
+    files.save()
     return took
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    """A load as it is."""
-    yield
+def reading(files: Files, number: int) -> dict[str, float]:
+    """A round of reads, each from the disk and then from memory."""
+    took = {}
+    for name, read in turns(number, page.READS, [files.read_plain, files.load, files.load_trusting]):
+        files.forget()
+        for where in (name, page.from_memory(name)):
+            took[where] = seconds(read, files.run.parent)
+    return took
+
+
+def turns(number: int, *lists: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Items of lists side by side; who begins changes from round to round."""
+    items = list(zip(*lists, strict=True))
+    return (items[(number + place) % len(items)] for place in range(len(items)))
 
 
 @contextmanager
@@ -243,8 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(name)
         for size, config in sizes.items() if "disk" in parts else ():
             keep(options.result, "disk", {size: disk_times(config, options.rounds, folder)}, about)
-            shutil.rmtree(folder / "run")
-            (folder / "plain").unlink()
         for ranks in options.ranks if "steps" in parts else ():
             keep(options.result, "steps", {str(ranks): steps(ranks, options.rounds, folder)}, about)
         if "shares" in parts:

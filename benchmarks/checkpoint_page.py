@@ -15,11 +15,17 @@ from precision_page import DOCS, MARKED, text_of
 PAGE = DOCS / "explanation/checkpoints.md"
 KEPT = DOCS / "figures/checkpoint.json"
 
-PLAIN_WRITE, SAVE, SAVE_BACK = "plain write", "save", "save, read back"
-PLAIN_COLD, PLAIN_WARM = "plain read", "plain read from memory"
-LOAD_COLD, LOAD_WARM = "load", "load from memory"
-TRUST_COLD, TRUST_WARM = "load without checks", "load without checks from memory"
-DISK = (PLAIN_WRITE, SAVE, SAVE_BACK, PLAIN_COLD, PLAIN_WARM, LOAD_COLD, LOAD_WARM, TRUST_COLD, TRUST_WARM)
+PLAIN_WRITE, SAVE, SAVE_BACK = WRITES = "plain write", "save", "save, read back"
+PLAIN_COLD, LOAD_COLD, TRUST_COLD = READS = "plain read", "load", "load without checks"
+
+
+def from_memory(name: str) -> str:
+    """The same, with the files in memory."""
+    return f"{name} from memory"
+
+
+PLAIN_WARM, LOAD_WARM, TRUST_WARM = (from_memory(name) for name in READS)
+DISK = (*WRITES, PLAIN_COLD, PLAIN_WARM, LOAD_COLD, LOAD_WARM, TRUST_COLD, TRUST_WARM)
 """What is timed on the disk."""
 
 RANKS = (1, 2, 4)

@@ -57,6 +57,11 @@ def test_figures_are_ratios_of_a_round():
     assert "Not measured." not in page.files(RESULT)[page.PAGE]
 
 
+def test_who_begins_changes_from_round_to_round():
+    assert ["".join(pair) for pair in benchmark.turns(1, "abc", "xyz")] == ["by", "cz", "ax"]
+    assert ["".join(pair) for pair in benchmark.turns(3, "abc", "xyz")] == ["ax", "by", "cz"]
+
+
 def test_a_bar_that_is_missed_is_told_by_the_exit_code(tmp_path):
     assert not page.reaches(RESULT)
     fast = {**STEPS, "begin": [0.4, 0.1, 0.1]}  # the median counts
@@ -74,7 +79,8 @@ def test_a_round_writes_and_reads_the_same_bytes(tmp_path):
     slabs = [SlabRef(f"w/{n}", a.shape, (slice(0, a.size),), a, (0, 1)) for n, a in enumerate(values)]
     memory = [memoryview(a.view(np.uint8)) for a in values]
     files = benchmark.Files(slabs, memory, tmp_path / "run", tmp_path / "plain")
-    assert set(benchmark.writing(files)) | set(benchmark.reading(files)) == set(page.DISK)
+    for number in range(2):
+        assert set(benchmark.writing(files, number)) | set(benchmark.reading(files, number)) == set(page.DISK)
     assert files.plain.read_bytes() == b"".join(a.tobytes() for a in values)
     want = [a.copy() for a in values]
     for a in values:
