@@ -427,7 +427,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/b --resume auto --max-seconds 7200": (
-        f"python examples/train_gpt.py --run runs/b --resume auto --max-seconds 0.1 {TINY} --steps 9 || test $? = 85\n"
+        f"python examples/train_gpt.py --run runs/b --resume auto --max-seconds 0.001 {TINY} --steps 9 || test $? = 85\n"
         "ls -d runs/b/checkpoints/step-*",
         "",
     ),
