@@ -11,7 +11,8 @@ Listeners belong to a context (`contextvars`), hence to one rank also where rank
     if listeners:
         tell(listeners, Event(...))
 
-so that with nobody listening an event costs one look-up and is not even built.
+so that with nobody listening an event costs one look-up and is not even built.  Ops are by far the most: who can do
+without them listens with `ops=False`, and then they cost nothing either (OP_LISTENERS).
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class Event(NamedTuple):
 Listener = Callable[[Event], None]
 
 LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("mpitrain.listeners", default=())
+"""Who hears of all that is no op."""
+
+OP_LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("mpitrain.op_listeners", default=())
+"""Who hears of ops."""
 
 
 def tell(listeners: tuple[Listener, ...], event: Event) -> None:
@@ -52,10 +57,46 @@ def tell(listeners: tuple[Listener, ...], event: Event) -> None:
 
 
 @contextmanager
-def listen(listener: Listener) -> Iterator[None]:
-    """Call `listener` with every event of this rank while the block runs."""
-    token = LISTENERS.set((*LISTENERS.get(), listener))
+def listen(listener: Listener, ops: bool = True) -> Iterator[None]:
+    """Call `listener` with every event of this rank while the block runs.
+
+    Args:
+        listener: comes after those that listen already.
+        ops: whether it hears of ops, too; it may change its mind (`hear_ops`).
+    """
+    tokens = LISTENERS.set((*LISTENERS.get(), listener)), OP_LISTENERS.set(OP_LISTENERS.get())
+    hear_ops(listener, ops)
     try:
         yield
     finally:
-        LISTENERS.reset(token)
+        LISTENERS.reset(tokens[0])
+        OP_LISTENERS.reset(tokens[1])
+
+
+def join(listener: Listener, ops: bool = True) -> None:
+    """Call `listener` with every event of this context from here on."""
+    LISTENERS.set((*LISTENERS.get(), listener))
+    hear_ops(listener, ops)
+
+
+def leave(listener: Listener) -> None:
+    """The end of `join`."""
+    hear_ops(listener, False)
+    LISTENERS.set(tuple(one for one in LISTENERS.get() if one is not listener))
+
+
+def hear_ops(listener: Listener, on: bool) -> None:
+    """Tell one who listens of ops from here on, or no more."""
+    hear = {id(one) for one in OP_LISTENERS.get()} - {id(listener)} | ({id(listener)} if on else set())
+    OP_LISTENERS.set(tuple(one for one in LISTENERS.get() if id(one) in hear))
+
+
+@contextmanager
+def alone(*listeners: Listener) -> Iterator[None]:
+    """Tell these, and nobody else, of every event while the block runs."""
+    tokens = LISTENERS.set(listeners), OP_LISTENERS.set(listeners)
+    try:
+        yield
+    finally:
+        LISTENERS.reset(tokens[0])
+        OP_LISTENERS.reset(tokens[1])

@@ -26,7 +26,7 @@ from mpitrain.autograd.node import Node
 from mpitrain.autograd.tape import PATH, TAPE
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, is_half
-from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.events import OP_LISTENERS, Event, tell
 
 
 class Function:
@@ -105,7 +105,7 @@ class Function:
                 recorded = recorded or t.requires_grad
             else:
                 arrays.append(t)
-        listeners = LISTENERS.get()
+        listeners = OP_LISTENERS.get()
         if listeners:
             info = {"path": PATH.get(), "function": cls, "inputs": arrays, "tensors": inputs, "static": static}
             tell(listeners, Event("op", "begin", cls.title(), info))

@@ -39,7 +39,7 @@ from mpitrain.autograd.tape import PATH, TAPE, Seed, Slot, Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_host
 from mpitrain.errors import GraphError
-from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.events import OP_LISTENERS, Event, tell
 
 R = TypeVar("R")
 
@@ -79,7 +79,7 @@ def recompute(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     arguments = Arguments(args, kwargs)
     given = arguments.tensors
     arrays = tuple([t.data for t in given])
-    listeners = LISTENERS.get()
+    listeners = OP_LISTENERS.get()
     info: dict[str, Any] = {}
     if listeners:
         info = {"path": path, "function": Recompute, "inputs": arrays, "tensors": given, "static": {}}
@@ -185,7 +185,7 @@ class Recomputed(Node):
         leaves, args, kwargs = self.arguments.again(tape.saved_of(self))
         given = {place.number: t for place, t in zip(self.places, leaves, strict=True) if place is not None}
         again = self.again = Inner(tape, given)
-        listeners = LISTENERS.get()
+        listeners = OP_LISTENERS.get()
         name = f"{Recompute.title()}.backward"
         info: dict[str, Any] = {}
         if listeners:

@@ -28,7 +28,7 @@ from mpitrain.autograd.node import CONSTANT, Node, SavePolicy, Visit
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, is_half
 from mpitrain.errors import GraphError
-from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.events import OP_LISTENERS, Event, tell
 
 if TYPE_CHECKING:
     from mpitrain.autograd.function import Function
@@ -362,7 +362,7 @@ class Tape:
         saved = node.saved
         if self.policy is not None or any(type(item) is Visit for item in saved):
             saved = self.saved_of(node)
-        listeners = LISTENERS.get()
+        listeners = OP_LISTENERS.get()
         if listeners:
             name = f"{node.function.title()}.backward"
             info = {"path": node.path, "function": node.function, "grad": grad, "wanted": wanted}

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from mpitrain.events import LISTENERS, Event
+from mpitrain.events import LISTENERS, Event, join, leave
 from mpitrain.faults.fault import Fault
 from mpitrain.faults.words import plan
 
@@ -128,7 +128,7 @@ def begin(text: str, world: Ranks, where: str = "--faults") -> Injector:
     """Let faults happen in this context from here on; see `injected`."""
     injector = Injector(plan(text, world.size, where), world.rank)
     if injector.pending:  # the other ranks pay nothing
-        LISTENERS.set((*LISTENERS.get(), injector))
+        join(injector)
     return injector
 
 
@@ -153,14 +153,13 @@ def injected(text: str | None, world: Ranks) -> Iterator[Injector | None]:
     if text is None:
         yield None
         return
-    before = LISTENERS.get()
     injector = begin(text, world)
     try:
         yield injector
         for fault in injector.pending.values():
             _say(f"[rank {world.rank}] fault not reached: {fault}\n")
     finally:
-        LISTENERS.set(before)
+        leave(injector)
 
 
 def remember(run: str | os.PathLike[str] | None) -> None:

@@ -20,7 +20,7 @@ from mpitrain.comm.alone import Alone
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.data.tokens import Batch
-from mpitrain.events import LISTENERS
+from mpitrain.events import alone
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.pipeline.partition import Partition
 
@@ -63,13 +63,10 @@ def measured_costs(
     one_each = Partition((0, *(1 for _ in kinds), 0))
     mesh = Mesh(World(Alone(), "none"))
     keep_freed_memory()  # as in training: page faults would be most of what is measured
-    token = LISTENERS.set(())  # nobody should take this for training
-    try:
-        with collection_paused(), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            model = GPT(sizes, mesh, partition=one_each, seed=seed, dtype=dtype, xp=xp)
-            embedding, *taken, head = (_shortest(model, stage, _batch(config, rows)) for stage in model.stages)
-    finally:
-        LISTENERS.reset(token)
+    # Nobody should take this for training.
+    with alone(), collection_paused(), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        model = GPT(sizes, mesh, partition=one_each, seed=seed, dtype=dtype, xp=xp)
+        embedding, *taken, head = (_shortest(model, stage, _batch(config, rows)) for stage in model.stages)
     of_kind = dict(zip(kinds, taken, strict=True))
     return Measured(embedding, tuple(of_kind[config.has_experts(block)] for block in range(config.layers)), head)
 

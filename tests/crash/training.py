@@ -26,7 +26,7 @@ from mpitrain.checkpoint import SlabRef
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import World, world
 from mpitrain.errors import CheckpointError, CommError, UserError
-from mpitrain.events import LISTENERS, Listener
+from mpitrain.events import Listener, join
 from mpitrain.train import main
 
 RANKS = 4
@@ -181,7 +181,7 @@ class Reference:
 
         def body() -> None:
             if listener is not None:
-                LISTENERS.set((*LISTENERS.get(), listener(world())))
+                join(listener(world()))
             main(self.command(run, *flags))
 
         with contextlib.redirect_stdout(said):
@@ -193,7 +193,7 @@ class Reference:
 
         def body() -> str | None:
             if listener is not None:
-                LISTENERS.set((*LISTENERS.get(), listener(world())))
+                join(listener(world()))
             try:
                 main(self.command(run, *flags))
             except UserError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from mpitrain import faults
-from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.events import LISTENERS, Event, alone, tell
 
 FLAGS = ["--data", __file__, *"--model gpt-tiny --batch 8 --steps 3 --save-every 1 --eval-every 0".split()]
 FLAGS += ["--sample-length", "0"]
@@ -30,11 +30,10 @@ if __name__ == "__main__":
     text = os.environ.get(faults.VARIABLE)
     if text:
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-        token = LISTENERS.set(())
-        faults.begin(text, SimpleNamespace(rank=rank, size=sys.maxsize))
-        faults.remember(run)
-        reach("import")
-        LISTENERS.reset(token)  # world() reads them, too
+        with alone():  # world() reads them, too
+            faults.begin(text, SimpleNamespace(rank=rank, size=sys.maxsize))
+            faults.remember(run)
+            reach("import")
 
     from mpitrain.comm.world import world
     from mpitrain.train import main
