@@ -6,6 +6,8 @@ that is known at once and exactly: every rank stands in a message that can never
 
 The first rank that fails ends all: the others are woken one by one and unwind (`RankStopped`), so their `finally`
 blocks run.
+
+A `Debugger` may hold ranks: they then stand where they are while the others go on, until it lets them go.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 from collections import deque
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from mpitrain.comm.page import KEPT_CALLS
 from mpitrain.comm.places import named, told
@@ -26,6 +28,32 @@ from mpitrain.errors import CollectiveMismatch, CommError
 
 class RankStopped(BaseException):
     """Unwinds a rank after another one has failed.  Not for catching."""
+
+
+class Ended(BaseException):
+    """A debugger has ended all ranks; its argument is the exit code."""
+
+
+class Debugger(Protocol):
+    """Who looks on, and may hold ranks (`Room.hold`).  While there is one, nobody is ever too slow.
+
+    Both are called in the thread of some rank, with the baton: no other rank runs meanwhile, and it may take any time.
+    """
+
+    def idle(self, rank: Rank) -> bool:
+        """Nobody can go on: every rank is held, waits for one that is, or has left.
+
+        Args:
+            rank: whose thread this is.
+
+        Returns:
+            Whether it has let somebody go on (`Rank.held`); if not, it is asked again, or the ranks are deadlocked.
+        """
+        ...
+
+    def failed(self, rank: Rank, error: BaseException) -> None:
+        """The first failure, before anybody unwinds."""
+        ...
 
 
 class Call(NamedTuple):
@@ -99,6 +127,7 @@ class Rank:
         self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)  # entered last
         self.waits: Wait | None = None
         self.left = False
+        self.held = False  # by a debugger
         self.turn = threading.Lock()
         self.turn.acquire()
         self.run_folder: str | None = None  # ranks that share a process need none
@@ -121,7 +150,7 @@ class Rank:
 
     def can_go_on(self) -> bool:
         """True if it would do something with the baton."""
-        return not self.left and (self.waits is None or self.waits.done)
+        return not self.left and not self.held and (self.waits is None or self.waits.done)
 
 
 class LocalLane:
@@ -149,9 +178,11 @@ class Room:
     Args:
         size: number of ranks.
         timeout: seconds after which ranks that poll in vain, with no message moving anywhere, are given up.
+        debugger: who looks on.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, debugger: Debugger | None = None) -> None:
+        self.debugger = debugger
         self.ranks = [Rank(self, number) for number in range(size)]
         self.timeout = timeout
         self.error: BaseException | None = None  # the first failure
@@ -196,7 +227,7 @@ class Room:
         if self.error is not None:
             self._carry_on(rank)
         rank.waits = wait
-        following = self._next(rank)
+        following = self._someone(rank)
         if following is None:
             self.fail(rank, self._deadlock())
         elif following is not rank:
@@ -210,20 +241,40 @@ class Room:
         if self.error is not None:
             self._carry_on(rank)
         now = time.monotonic()
-        if rank.last_move != self.moves:
+        in_vain = rank.last_move == self.moves
+        if not in_vain:
             rank.last_move, rank.since = self.moves, now
-        elif now - rank.since > self.timeout:
+        elif now - rank.since > self.timeout and self.debugger is None:
             text = f"rank {rank.number} polls in vain for {self.timeout:g} s at {call_site()}; {self._waiting()}"
             self.give_up(rank, CommError(text))
         following = self._next(rank)
+        if in_vain and following is rank and self.debugger is not None and any(r.held for r in self.ranks):
+            self.debugger.idle(rank)  # what it polls for may be held
+            following = self._next(rank)
         if following is not None and following is not rank:
+            self._pass(rank, following)
+        self._carry_on(rank)
+
+    def hold(self, rank: Rank) -> None:
+        """Pass the baton until the debugger has let this rank go."""
+        if self.error is not None:
+            self._carry_on(rank)
+        rank.held = True
+        following = self._someone(rank)
+        if following is None:
+            rank.held = False
+            self.fail(rank, self._deadlock())
+        elif following is not rank:
             self._pass(rank, following)
         self._carry_on(rank)
 
     def fail(self, rank: Rank, error: BaseException) -> None:
         """The first failure: it is raised in `rank` as soon as that has the baton."""
         if self.error is None:
-            self.error, self.failed = error, rank.number
+            if self.debugger is not None:
+                self.debugger.failed(rank, error)
+            if self.error is None:  # nor has the debugger ended all
+                self.error, self.failed = error, rank.number
 
     def give_up(self, rank: Rank, error: BaseException) -> NoReturn:
         """Fail in the rank that runs."""
@@ -240,9 +291,10 @@ class Room:
             sys.modules["__main__"] = self._main
             self.empty.set()
             return
-        following = self._next(rank) if self.error is None else staying[0]
+        following = self._someone(rank) if self.error is None else None
         if following is None:
-            self.fail(staying[0], self._deadlock())
+            if self.error is None:
+                self.fail(staying[0], self._deadlock())
             following = staying[0]
         self._give(following)
 
@@ -256,6 +308,15 @@ class Room:
             if candidate.can_go_on():
                 return candidate
         return None
+
+    def _someone(self, rank: Rank) -> Rank | None:
+        """`_next`; a debugger that holds ranks is asked for one first."""
+        following = self._next(rank)
+        while following is None and self.error is None and self.debugger is not None:
+            if not self.debugger.idle(rank) and not any(r.held for r in self.ranks):
+                break
+            following = self._next(rank)
+        return following
 
     def _give(self, rank: Rank) -> None:
         self.holder = rank

@@ -25,7 +25,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from mpitrain.comm.alone import Alone
-from mpitrain.comm.baton import Rank, RankStopped, Room
+from mpitrain.comm.baton import Debugger, Ended, Rank, RankStopped, Room
 from mpitrain.comm.stalled import Glance
 from mpitrain.comm.threads import Group, LocalTransport
 from mpitrain.comm.transport import Mode, Transport
@@ -46,6 +46,7 @@ class LocalWorld:
             computes on while others wait for it.
         wrap: puts a transport of another behaviour around each rank's (delays, records).
         limit: elements above which messages are cut (`Mode.limit`).
+        debugger: who looks on and may hold ranks; time limits do not count then.
 
     Attributes:
         failed: the rank that ended the last run; -1 if none did.
@@ -58,6 +59,7 @@ class LocalWorld:
         timeout: float = 300.0,
         wrap: Callable[[Transport], Transport] | None = None,
         limit: int | None = None,
+        debugger: Debugger | None = None,
     ) -> None:
         if size < 1:
             raise LaunchError(f"a world of {size} ranks cannot be started; the least is 1")
@@ -65,6 +67,7 @@ class LocalWorld:
         self.timeout = timeout
         self.wrap = wrap
         self.limit = limit
+        self.debugger = debugger
         self.failed = -1
         self.failed_step = 0
 
@@ -83,7 +86,7 @@ class LocalWorld:
         return self._run([None] * self.size, lambda rank: function(*args))
 
     def _run(self, mains: list[ModuleType | None], body: Callable[[int], Any]) -> list[Any]:
-        room = Room(self.size, self.timeout)
+        room = Room(self.size, self.timeout, self.debugger)
         group = Group(room, tuple(range(self.size)), "world")
         results: list[Any] = [None] * self.size
         threads = []
@@ -145,7 +148,11 @@ def _live(rank: Rank, body: Callable[[int], Any], results: list[Any]) -> None:
 
 
 def run_script(
-    size: int, path: str, argv: list[str], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    size: int,
+    path: str,
+    argv: list[str],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    debugger: Debugger | None = None,
 ) -> int:
     """Run a Python script on every rank, as `mpirun -n SIZE python PATH ARGV...` would.
 
@@ -156,6 +163,7 @@ def run_script(
         path: of the script.
         argv: what the script finds in sys.argv[1:].
         around: makes what each rank enters before its script and leaves after it (a listener, say).
+        debugger: see `LocalWorld`.
 
     Returns:
         The exit code: 0 if all ranks ended well, else that of the first rank that did not.  Its traceback (or, of a
@@ -177,13 +185,15 @@ def run_script(
         with around():
             exec(code, module.__dict__)
 
-    local = LocalWorld(size)
+    local = LocalWorld(size, debugger=debugger)
     before = sys.argv, sys.path
     sys.argv = [path, *argv]
     sys.path = [os.path.dirname(os.path.abspath(path)), *sys.path]
     try:
         local._run(mains, body)
         return 0
+    except Ended as error:
+        return int(error.args[0])
     except SystemExit as error:
         status = _exit_code(error)
         print(f"rank {local.failed} of {size} ended all ranks with exit code {status}", file=sys.stderr)
