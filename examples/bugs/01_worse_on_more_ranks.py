@@ -38,6 +38,7 @@ class Net(Module):
 
 
 def main() -> None:
+    """Train."""
     mesh = Mesh(world(), tp=world().size)
     model = Net(2, 16, mesh.tp)
     model.materialize(mesh, seed=1, dtype=np.float64)

@@ -23,6 +23,7 @@ class Mixed(Points):
 
 
 def main() -> None:
+    """Train."""
     mesh = Mesh(world(), pp=world().size)
     model = MLP((2, 32, 32, CLASSES), mesh, seed=1, dtype=np.float64)
     rows = complete("1f1b", ranks=mesh.pp.size, microbatches=4)

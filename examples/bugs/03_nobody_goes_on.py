@@ -21,6 +21,7 @@ def smooth(stretch: np.ndarray, ring: Communicator) -> np.ndarray:
 
 
 def main() -> None:
+    """Smooth three times."""
     mesh = Mesh(world())
     stretch = np.arange(8.0) + 8 * mesh.dp.rank
     for _ in range(3):

@@ -52,6 +52,7 @@ def read(step: int, rank: int, ranks: int) -> Points:
 
 
 def main() -> None:
+    """Train."""
     mesh = Mesh(world())
     model = Net(16)
     model.materialize(mesh, seed=1, dtype=np.float64)

@@ -35,6 +35,7 @@ class Net(Module):
 
 
 def main() -> None:
+    """Train."""
     mesh = Mesh(world())
     model = Net(32)
     model.materialize(mesh, seed=1, dtype=np.float64)

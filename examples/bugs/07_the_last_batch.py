@@ -26,6 +26,7 @@ def batches(rank: int) -> Iterator[Points]:
 
 
 def main() -> None:
+    """Train."""
     mesh = Mesh(world())
     model = MLP((2, 32, CLASSES), mesh, seed=1, dtype=np.float64)
     executor = Executor(model, Sgd(model.parameters(), lr=0.3, momentum=0.9), mesh, with_update(one_stage(1)))

@@ -28,6 +28,7 @@ def read(step: int, rank: int, ranks: int) -> Points:
 
 
 def main() -> None:
+    """Train."""
     mesh = Mesh(world())
     model = MLP((2, 64, 64, CLASSES), mesh, seed=1, dtype=np.float64)
     executor = Executor(model, Sgd(model.parameters(), lr=0.1, momentum=0.9), mesh, with_update(one_stage(2)))
