@@ -23,6 +23,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # for whoever loads this file by its path
 
 from checkpoint_pictures import layouts_picture, save_picture  # noqa: E402
+from console_picture import console_picture  # noqa: E402
 from experts_picture import experts_picture  # noqa: E402
 
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -112,6 +113,13 @@ def verify_options_table() -> str:
 def schedule_options_table() -> str:
     """The options of `mpitrain schedule`."""
     from mpitrain.schedule.command import OPTIONS
+
+    return _options_of_a_command(OPTIONS)
+
+
+def trace_options_table() -> str:
+    """The options of `mpitrain trace`."""
+    from mpitrain.trace.command import OPTIONS
 
     return _options_of_a_command(OPTIONS)
 
@@ -543,6 +551,29 @@ def pipelines_table() -> str:
 
 # --------------------------------------------------------------------------------------------------------------- files
 
+
+def console_commands_table() -> str:
+    """The commands of the console."""
+    from mpitrain.debug.console.commands import COMMANDS, GROUPS
+
+    lines = []
+    for group in GROUPS:
+        lines += ["", f"**{group}**", "", "| | short | |", "|---|---|---|"]
+        lines += [f"| `{one.name}` | {_code(one.short)} | {one.brief} |" for one in COMMANDS if one.group == group]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _code(word: str) -> str:
+    return f"`{word}`" if word else ""
+
+
+def console_clauses_table() -> str:
+    """The clauses of a condition."""
+    from mpitrain.debug.console.conditions import WORDS
+
+    return "\n".join(["| clause | |", "|---|---|", *(f"| `{word}` | {text} |" for word, text in WORDS.items())]) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options_table,
     "models": models_table,
@@ -552,8 +583,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "verify-options": verify_options_table,
     "verify-order": verify_order_table,
     "schedule-options": schedule_options_table,
+    "trace-options": trace_options_table,
     "checkpoint-options": checkpoint_options_table,
     "pipelines": pipelines_table,
+    "console-commands": console_commands_table,
+    "console-clauses": console_clauses_table,
 }
 PICTURES: dict[str, Callable[[], str]] = {
     "images/step.svg": step_picture,
@@ -564,6 +598,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "images/experts.svg": experts_picture,
     "images/checkpoint-save.svg": save_picture,
     "images/checkpoint-layouts.svg": layouts_picture,
+    "images/console.svg": console_picture,
     **{f"images/pipeline-{name}.svg": partial(pipeline_picture, name) for name in _PIPELINES},
 }
 

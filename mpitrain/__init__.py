@@ -44,6 +44,8 @@ _HOMES = {
     "FlatReducer": "parallel.data",
     "BucketedReducer": "parallel.data",
     "listen": "events",
+    "tracing": "debug.trace.tracing",  # what every rank does, and when, in files
+    "record": "debug.recorder",  # what a rank sends and receives, to run it again alone
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -54,6 +54,7 @@ from mpitrain.pipeline.slicing import equal_cost_slices
 from mpitrain.plan.memory.choice import recomputed_blocks
 from mpitrain.plan.memory.offload import OPTIMIZER, PARAMETERS
 from mpitrain.plan.traffic import Step, Workers
+from mpitrain.recording.outside import heard
 
 ASKS = 2
 """What ranks are asked at the end of each step of a training: whether to stop, and whether a save is under way."""
@@ -63,7 +64,8 @@ def run_folder(config: Config, world: World) -> Path:
     """The folder of the run: the one that is given, or a new one in `runs/` whose name the first rank chooses."""
     if config.run is not None:
         return Path(config.run)
-    name = f"{config.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" if world.rank == 0 else ""
+    name = heard("name of the run", lambda: f"{config.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    name = name if world.rank == 0 else ""
     return Path("runs") / str(world.exchange(name)[0])
 
 
@@ -222,7 +224,10 @@ def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
             rows = config.batch // (mesh.dp.size * config.microbatches)
             found = None
             if mesh.world.rank == 0:
-                found = measured_costs(sizes, rows, dtype_of(config.dtype), config.seed, ep=mesh.ep.size)
+                dtype = dtype_of(config.dtype)
+                found = heard(
+                    "costs of stages", lambda: measured_costs(sizes, rows, dtype, config.seed, ep=mesh.ep.size)
+                )
             embedding, blocks, head = mesh.world.exchange(found)[0]
     return balance(blocks, stages, first=embedding, last=head)
 

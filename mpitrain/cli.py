@@ -2,9 +2,13 @@
 
 mpitrain train [options]               train a language model (also: python examples/train_gpt.py)
 mpitrain local -n 8 SCRIPT [args]      run a script on 8 ranks that are threads of one process, without MPI
+mpitrain debug -n 8 SCRIPT [args]      the same in a console: stop, step and look at all ranks together
 mpitrain verify --layout dp2,tp2 SCRIPT [args]    prove that a layout is the same training run as one rank
 mpitrain schedule NAME --stages 4 --microbatches 8    print, draw and check a pipeline schedule
+mpitrain trace RUN [--html FILE]       where the time of a traced run went, what it sent, who waited for whom
+mpitrain compare RUN1 RUN2             the first op, message or parameter at which two runs part
 mpitrain checkpoint inspect|verify|diff|reshard PATH ...    look into checkpoints, prove them whole, write them anew
+mpitrain replay DIR --rank 3 [--pdb]   one recorded rank again, alone and without MPI, the same bits
 mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
 """
 
@@ -14,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from mpitrain.comm.launcher import is_first
 from mpitrain.errors import ConfigError, UserError
@@ -70,6 +75,12 @@ def _dispatch(words: list[str]) -> int:
             return train(rest)
         case "local":
             return _local(rest)
+        case "debug":
+            from mpitrain.debug.console.command import main as debug
+            from mpitrain.stopping import hear_signal
+
+            with hear_signal():
+                return debug(rest)
         case "verify":
             from mpitrain.verify.command import main as verify
 
@@ -78,39 +89,67 @@ def _dispatch(words: list[str]) -> int:
             from mpitrain.schedule.command import main as schedule
 
             return schedule(rest)
+        case "trace":
+            from mpitrain.trace.command import main as trace
+
+            return trace(rest)
+        case "compare":
+            from mpitrain.compare.command import main as compare
+
+            return compare(rest)
         case "checkpoint":
             from mpitrain.checkpoint.tools.command import main as checkpoint
 
             return checkpoint(rest)
+        case "replay":
+            from mpitrain.replay.command import main as replay
+
+            return replay(rest)
         case "doctor":
             from mpitrain.doctor import main as doctor
 
             return doctor(rest)
         case _:
             raise ConfigError(
-                f"{word!r} is no command of mpitrain.  Commands: train local verify schedule checkpoint doctor;"
-                " mpitrain --help"
+                f"{word!r} is no command of mpitrain.  Commands: train local debug verify schedule trace replay compare"
+                " checkpoint doctor; mpitrain --help"
             )
 
 
 def _local(words: list[str]) -> int:
     """`local -n N SCRIPT args`: everything after the script's name is the script's own."""
-    usage = "mpitrain local -n RANKS SCRIPT [args]"
+    usage = "mpitrain local -n RANKS [--record DIR] SCRIPT [args]"
     if words[:1] in (["--help"], ["-h"]):
-        print(f"usage: {usage}\n\nRuns SCRIPT on RANKS ranks that are threads of this process; no MPI is needed.")
+        print(
+            f"usage: {usage}\n\nRuns SCRIPT on RANKS ranks that are threads of this process; no MPI is needed.\n"
+            "--record DIR keeps what every rank sends and receives, for mpitrain replay."
+        )
         return 0
     if len(words) < 3 or words[0] != "-n":
         raise ConfigError(f"usage: {usage}")
     count = words[1]
     if not (count.isascii() and count.isdigit() and 1 <= int(count) <= 1024):
         raise ConfigError(f"-n {count}: the number of ranks must be a whole number from 1 to 1024")
+    folder, words = (words[3], words[4:]) if words[2] == "--record" and len(words) > 4 else ("", words[2:])
+    if words[0] == "--record":
+        raise ConfigError(f"usage: {usage}")
     from mpitrain.blas import one_thread
     from mpitrain.comm.local import run_script
     from mpitrain.stopping import hear_signal
 
     one_thread()  # as each rank has under mpirun: the same bits in deterministic mode
     with hear_signal():  # a thread could not
-        return run_script(int(count), words[2], words[3:])
+        return run_script(int(count), words[0], words[1:], _around(folder, words))
+
+
+def _around(folder: str, words: Sequence[str]) -> Callable[[], AbstractContextManager[object]]:
+    """What is around the script of each rank: a recorder, if there is a folder for it."""
+    if not folder:
+        return nullcontext
+    from mpitrain.comm.world import world
+    from mpitrain.debug.recorder import record
+
+    return lambda: record(world(), folder, words=words)
 
 
 def _has_guard() -> bool:

@@ -299,6 +299,47 @@ class Config:
         100, "compare what ranks hold alike every N steps, and before each save (0: never)", 0, 10**9
     )
     memory: bool = switch(False, "tell what holds how much memory on which rank, beside what was predicted")
+    digests: int = whole(
+        0,
+        "write sums of all that is computed in each N-th step, and in the first three, to DIR/digests of --run, for"
+        " mpitrain compare (0: never)",
+        0,
+        10**9,
+        session=True,
+    )
+    trace: bool = switch(
+        False, "write what every rank does, and when, to DIR/trace of --run, for mpitrain trace", session=True
+    )
+    trace_ops: int = whole(
+        10,
+        "--trace: operations are noted in each N-th step, besides the first three (1: in all)",
+        1,
+        10**9,
+        session=True,
+    )
+    trace_limit: int = whole(
+        64, "--trace: MiB that a rank keeps, of the first steps and the newest", 1, 10**6, session=True
+    )
+    record: str | None = text(
+        None,
+        "keep what every rank sends and receives in a new folder, for mpitrain replay; sums in rank order",
+        metavar="DIR",
+        unset="default: nothing is kept",
+        session=True,
+    )
+    record_ranks: str | None = text(
+        None, "--record: only these ranks", metavar="N,N,...", unset="default: all", session=True
+    )
+    record_steps: str | None = text(
+        None,
+        "--record: only these steps, as 100:103, with what the ranks hold before the first",
+        metavar="FIRST:LAST",
+        unset="default: all",
+        session=True,
+    )
+    record_sent: str = choice(
+        "values", "--record: what is kept of what a rank sends", ("values", "digest"), session=True
+    )
     timeout: float = number(300.0, "end the job when a message waits this long", Interval(1, _MONTH), metavar="SECONDS")
     start_timeout: float | None = number(
         None,
@@ -471,7 +512,8 @@ _FILE = Option(
 )
 
 
-OF_A_START = ("run", "resume", "start_timeout", "timeout", "deterministic", "check", "faults")
+OF_RECORDING = ("record", "record_ranks", "record_steps", "record_sent")
+OF_A_START = ("run", "resume", "start_timeout", "timeout", "deterministic", "check", "faults", *OF_RECORDING)
 """Options that are used before the settings of a run that goes on are known."""
 
 

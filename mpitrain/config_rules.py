@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 from mpitrain import faults
 from mpitrain.errors import ConfigError
 from mpitrain.options import show
+from mpitrain.recording.asked import ranks_of, steps_of
 
 if TYPE_CHECKING:
     from mpitrain.config import Config
 
 LEAST_EPS = 1e-18  # whose square is not 0 in float32
+
+
+OF_TRACE = {"trace_ops": 10, "trace_limit": 64}
+"""Options that mean something with --trace, and their defaults."""
 
 
 def check_settings(config: Config) -> None:
@@ -72,8 +77,33 @@ def check_settings(config: Config) -> None:
         )
     if config.resume in ("latest", "auto") and config.run is None:
         raise ConfigError(f"--resume {config.resume}: needs --run DIR, the folder whose newest checkpoint is meant.")
+    for name, unset in OF_TRACE.items():
+        if not config.trace and getattr(config, name) != unset:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)} is for --trace: nothing is traced.")
+    _check_recording(config)
     if config.async_save and not config.save_every:
         raise ConfigError("--async-save is for --save-every N: a run that stops waits for its last checkpoint anyway.")
+
+
+def _check_recording(config: Config) -> None:
+    """Which ranks and steps are recorded; of a start that does not know its steps yet, none of them."""
+    unset = {"record_ranks": None, "record_steps": None, "record_sent": "values"}
+    for name, default in unset.items():
+        value = getattr(config, name)
+        if config.record is None and value != default:
+            raise ConfigError(f"--{name.replace('_', '-')} {show(value)} is for --record DIR: nothing is recorded.")
+    if config.record_ranks is not None:
+        ranks_of(config.record_ranks)
+    if config.record_steps is None:
+        return
+    first, last = steps_of(config.record_steps)
+    if config.steps is None and config.resume is None:
+        raise ConfigError(
+            f"--record-steps {first}:{last}: needs --steps N.  With --budget, steps are timed before the first one, and"
+            " these are none of them."
+        )
+    if config.steps is not None and first > config.steps:
+        raise ConfigError(f"--record-steps {first}:{last}: the run has {config.steps} steps.")
 
 
 def _check_gist(config: Config) -> None:

@@ -89,3 +89,15 @@ class ReplicaError(UserError):
 
 class StoreError(UserError):
     """What was offloaded has no place, or its place cannot be read or written any more."""
+
+
+class ConsoleError(UserError):
+    """A command of the debugging console that cannot be done, or is none."""
+
+
+class RecordingError(UserError):
+    """A recording cannot be made, is missing, or is not what was written."""
+
+
+class ReplayDivergence(UserError):
+    """A rank that is run again from a recording does something else than it did then."""

@@ -12,6 +12,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.data.corpus import Corpus
 from mpitrain.models.generate import generate
 from mpitrain.models.gpt import GPT
+from mpitrain.recording.outside import heard
 
 SHARE = 0.1  # of the longest that a message may wait: for about so long ranks that only wait hear nothing
 
@@ -45,7 +46,8 @@ def continued(model: GPT, mesh: Mesh, prompt: Sequence[int], length: int, seed: 
         began = time.perf_counter()
         if writes:
             written += islice(more, size)
-        slowest = max(mesh.world.exchange(time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        slowest = max(mesh.world.exchange(heard("seconds of writing", lambda seconds=seconds: seconds)))
         done += size
         size = min(length - done, max(1, int(size * SHARE * timeout / max(slowest, 1e-9))))
     return written

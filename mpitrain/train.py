@@ -29,6 +29,7 @@ from mpitrain.assemble import (
     run_folder,
     step_of,
 )
+from mpitrain.checkpoint.saving import versions
 from mpitrain.clock import Clock, seconds
 from mpitrain.comm.launcher import is_first
 from mpitrain.comm.mesh import Mesh
@@ -39,8 +40,11 @@ from mpitrain.config_rules import check_layout
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
+from mpitrain.debug.digests import digesting
 from mpitrain.debug.memory import MemoryLedger
 from mpitrain.debug.states import StateChecker
+from mpitrain.debug.trace import files as traces
+from mpitrain.debug.trace.tracing import tracing
 from mpitrain.errors import ConfigError, MeshError
 from mpitrain.events import listen
 from mpitrain.keep import Keeper, settings_of
@@ -55,10 +59,13 @@ from mpitrain.parallel.expert.counted import for_metrics, in_words, of_model
 from mpitrain.parallel.replicas import ReplicaCheck, agree_on_arithmetic, check_replicas
 from mpitrain.pipeline.hunter import Hunter
 from mpitrain.pipeline.update import StepReport
+from mpitrain.recording.outside import heard, place
+from mpitrain.replay.recorded import announce, recorded
 from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.sample import sample
 from mpitrain.startup import facts
 from mpitrain.stopping import STOPPED_CODE, Request, Stop, hear_signal
+from mpitrain.trace.facts import facts_of
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
@@ -94,10 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a mistake in the flags is made by all ranks
         config, mistake = Config(), error  # the file may be missing on one host only
     ranks = world(config.start_timeout)
-    ranks.agree(mistake)
-    with faults.injected(config.faults, ranks):
-        faults.remember(config.run)
-        return _start(ranks, config, flags, began)
+    with recorded(config, ranks, flags):
+        ranks.agree(mistake)
+        with faults.injected(config.faults, ranks):
+            faults.remember(config.run)
+            return _start(ranks, config, flags, began)
 
 
 def _start(ranks: World, config: Config, flags: list[str], began: float) -> int:
@@ -159,12 +167,13 @@ class Training:
         self.world: World = mesh.world
         self.reports = mesh.is_reporter
         self.terminal = Terminal.of_launcher(sys.stdout)
-        self.folder = run_folder(config, self.world)
+        self.folder = place(run_folder(config, self.world))
         self.corpus: Corpus = read_corpus(config, self.world)
         self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
         self.model: GPT = build_model(config, self.corpus, mesh)
         check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)
-        if not found or not checkpoint.is_of(found[0], self.folder):  # last, so that a mistake leaves no folder behind
+        own = bool(found) and heard("whether it goes on", lambda: checkpoint.is_of(found[0], self.folder))
+        if not own:  # last, so that a mistake leaves no folder behind
             together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
         self._lock = together(self.world, lambda: checkpoint.hold(self.folder), here=self.world.rank == 0)
         self.world.board.run_folder = str(self.folder)
@@ -193,8 +202,28 @@ class Training:
             block = facts(self.config, self.mesh, self.model, self.corpus, self.folder)
             self.terminal.heading(start_block("mpitrain", block))
         steps = self._fixed_steps()
+        with self._traced():
+            return self._train(steps)
+
+    def _traced(self) -> contextlib.AbstractContextManager[None]:
+        """What is noted of all that comes after the number of steps is fixed."""
+        config = self.config
+        if not config.trace:
+            return contextlib.nullcontext()
+        about = {
+            "command": sys.argv,
+            "model": f"{config.model}: {self.model.config.num_parameters:,} parameters in {config.dtype}",
+            "versions": {**versions(), "messages": self.world.library},
+            **facts_of(config, self.mesh, self.model),
+        }
+        where, ops, limit = self.folder / traces.FOLDER, config.trace_ops, config.trace_limit
+        return tracing(self.world, where, ops=ops, limit=limit, facts=about)
+
+    def _train(self, steps: int) -> bool:
+        """The steps of a run of so many; as `run`."""
         optimizer = build_optimizer(self.config, self.model, self.mesh)
         self.executor = build_executor(self.config, self.model, optimizer, self.mesh, steps, self._answers)
+        announce(self.config, self.mesh, self.model, self.executor, steps, self.tokens, self._say, VALIDATION_ROWS)
         of_state = self.model, optimizer, self.executor
         self.keeper = Keeper(self.config, self.mesh, *of_state, self.corpus, self.folder, self._say)
         done = self.keeper.resume(self.found, steps) if self.found else 0
@@ -203,13 +232,15 @@ class Training:
         self.replicas = ReplicaCheck(self.model, optimizer, reducer, self.mesh, self.config.check_replicas)
         together(self.world, self._write_settings, here=self.world.rank == 0)
         last = min(steps, max(self.config.stop_after or steps, done))
-        reached, asked = self._steps(done, last, steps, optimizer)
+        every = self.config.digests
+        with digesting(self.world, self.folder, every) if every else contextlib.nullcontext():
+            reached, asked = self._steps(done, last, steps, optimizer)
         self._finish(reached, steps, asked)
         return asked
 
     def _answers(self) -> tuple[float, float]:
         """What this rank says at the end of a step: whether to stop, and whether it still writes."""
-        return float(self.stop.wanted), float(self.keeper.busy)
+        return heard("answers", lambda: (float(self.stop.wanted), float(self.keeper.busy)))
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 
@@ -338,7 +369,8 @@ class Training:
     def _held(self, ledger: MemoryLedger, row: int) -> list[Found]:
         """What every rank holds, and was predicted to; collective."""
         step = step_of(self.config, self.mesh, self.model, row)
-        return list(self.world.exchange(found_here(ledger, step, self.config, self.model.elsewhere)))
+        found = heard("what is held", lambda: found_here(ledger, step, self.config, self.model.elsewhere))
+        return list(self.world.exchange(found))
 
     def _say_memory(self, held: Sequence[Found], step: int) -> None:
         """Who holds how much; after the first step also what a block keeps."""
@@ -429,7 +461,8 @@ class Training:
         self.executor.reducer.updated()
         if scales is not None:
             self.model.branch_scales.load_state(scales)
-        slowest = self.world.all_reduce(np.array([np.mean(times[TRIAL_WARM_UP:]), validation]), op="max")
+        mine = heard("seconds of a step", lambda: (float(np.mean(times[TRIAL_WARM_UP:])), validation))
+        slowest = self.world.all_reduce(np.array(mine), op="max")
         return float(slowest[0]), float(slowest[1])
 
     def _write_settings(self) -> None:

@@ -22,6 +22,7 @@ from mpitrain.checkpoint.manifest import Manifest, Slab, read_manifest
 from mpitrain.checkpoint.saving import Saving, Snapshot, agreed, begin, save, some
 from mpitrain.comm.communicator import Communicator
 from mpitrain.errors import CheckpointDamaged, CheckpointError
+from mpitrain.recording.outside import heard
 
 __all__ = [
     "Manifest",
@@ -139,11 +140,15 @@ def find(resume: str, run: str | None, world: Communicator, say: Callable[[str],
         CheckpointError: there is none; the same on all ranks.
     """
 
-    def look() -> tuple[list[Path], list[str]] | None:
-        return locate(resume, run) if world.rank == 0 else None
+    def look() -> tuple[list[str], list[str]] | None:
+        return heard("checkpoints", located) if world.rank == 0 else None
+
+    def located() -> tuple[list[str], list[str]]:
+        paths, wrong = locate(resume, run)
+        return [os.fspath(path) for path in paths], wrong
 
     found = agreed(world, look, f"--resume {resume}: cannot be read")
-    paths = world.exchange(None if found is None else [os.fspath(path) for path in found[0]])[0]
+    paths = world.exchange(None if found is None else found[0])[0]
     for wrong in found[1] if found else ():
         say(f"Passed over: {wrong}")
     return [Path(path) for path in paths]

@@ -15,14 +15,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
-from types import ModuleType
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
-from mpitrain.comm.page import KEPT_CALLS
-from mpitrain.comm.places import named, told
+from mpitrain.comm.page import in_call
+from mpitrain.comm.path import MAX_LINES, Doing, deadlock_report, places_told
+from mpitrain.comm.places import told
 from mpitrain.comm.site import call_site
-from mpitrain.comm.transport import DType
+from mpitrain.comm.thread_rank import Rank as Rank
+from mpitrain.comm.thread_rank import Wait as Wait
 from mpitrain.errors import CollectiveMismatch, CommError
 
 
@@ -56,122 +56,6 @@ class Debugger(Protocol):
         ...
 
 
-class Call(NamedTuple):
-    """The call of the door that a rank is in, as its lane was told."""
-
-    axis: str
-    number: int
-    verb: str
-    shape: tuple[int, ...]
-    dtype: DType
-    peer: int
-    tag: int
-
-    def __str__(self) -> str:
-        if self.peer >= 0:
-            way = "from" if "recv" in self.verb else "to"
-            return f"{self.verb} {self.shape} {self.dtype} {way} rank {self.peer}"
-        return f"{self.verb} {self.shape} {self.dtype}"
-
-
-class Wait:
-    """A message in flight of one rank: what it waits for, and how to say so.  The `Pending` of this transport."""
-
-    __slots__ = ("axis", "call", "detail", "done", "rank", "site", "verb")
-
-    def __init__(self, rank: Rank, axis: str, verb: str, detail: str = "") -> None:
-        self.rank = rank
-        self.axis = axis
-        self.verb = verb
-        self.detail = detail
-        self.call = rank.call
-        self.site = call_site()
-        self.done = False
-
-    def test(self) -> bool:
-        """Poll: if it is not complete, the others run until it is this rank's turn again."""
-        if not self.done:
-            self.rank.room.poll(self.rank)
-        return self.done
-
-    def wait(self) -> None:
-        """Let the others run until it is complete."""
-        if not self.done:
-            self.call = self.rank.call or self.call
-            self.site = call_site()
-            self.rank.room.block(self.rank, self)
-
-    def __str__(self) -> str:
-        call = self.call
-        detail = f" {self.detail}" if self.detail else ""
-        return f"{self.verb if call is None else call}{detail} at {self.site}"
-
-    def where(self) -> str:
-        """Axis and number, behind the rest."""
-        call = self.call
-        if call is None:
-            return f" (axis {self.axis})"
-        tag = f"tag {call.tag}, " if call.tag else ""
-        return f" (axis {call.axis}, {tag}call {call.number})"
-
-
-class Rank:
-    """One rank: its thread, its turn, and what it is doing.  Also its flight board."""
-
-    def __init__(self, room: Room, number: int) -> None:
-        self.room = room
-        self.number = number
-        self.main: ModuleType | None = None  # its own __main__, where scripts run
-        self.ident = 0
-        self.call: Call | None = None
-        self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)  # entered last
-        self.waits: Wait | None = None
-        self.left = False
-        self.held = False  # by a debugger
-        self.turn = threading.Lock()
-        self.turn.acquire()
-        self.run_folder: str | None = None  # ranks that share a process need none
-        self.step = 0
-        self.last_move = -1  # of the room, when this rank polled, and when that was
-        self.since = 0.0
-
-    @property
-    def limit(self) -> float:
-        """Seconds after which polling in vain is a hang, the same for all ranks of the process."""
-        return self.room.timeout
-
-    @limit.setter
-    def limit(self, seconds: float) -> None:
-        self.room.timeout = seconds
-
-    def open(self, axis: str, ranks: tuple[int, ...]) -> LocalLane:
-        """See `transport.Board`."""
-        return LocalLane(self, axis)
-
-    def can_go_on(self) -> bool:
-        """True if it would do something with the baton."""
-        return not self.left and not self.held and (self.waits is None or self.waits.done)
-
-
-class LocalLane:
-    """One communicator's line on the board of a rank."""
-
-    __slots__ = ("_axis", "_rank")
-
-    def __init__(self, rank: Rank, axis: str) -> None:
-        self._rank = rank
-        self._axis = axis
-
-    def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
-        """See `transport.Lane`."""
-        call = self._rank.call = Call(self._axis, number, verb, shape, dtype, peer, tag)
-        self._rank.calls.append(call)
-
-    def leave(self) -> None:
-        """See `transport.Lane`."""
-        self._rank.call = None
-
-
 class Room:
     """The ranks and the baton.
 
@@ -188,6 +72,7 @@ class Room:
         self.error: BaseException | None = None  # the first failure
         self.failed = -1  # the rank in which it happens
         self.raised = False
+        self.ended: tuple[str, list[str]] = "", []  # see LocalWorld
         self.moves = 0  # grows with every message that is posted
         self.turns = 0  # grows with every turn, also where a rank has the next one, too
         self.holder: Rank | None = None  # of the baton
@@ -275,6 +160,9 @@ class Room:
                 self.debugger.failed(rank, error)
             if self.error is None:  # nor has the debugger ended all
                 self.error, self.failed = error, rank.number
+                if isinstance(error, SystemExit):
+                    at = f", at {rank.left_at}" if rank.left_at else ""
+                    self.ended = at, places_told([(r.number, r.where()) for r in self.ranks if r.is_waiting], MAX_LINES)
 
     def give_up(self, rank: Rank, error: BaseException) -> NoReturn:
         """Fail in the rank that runs."""
@@ -341,17 +229,18 @@ class Room:
 
     def _deadlock(self) -> CommError:
         """Nobody can go on: say where everybody stands."""
-        calls = [rank.waits.call for rank in self.ranks if rank.waits is not None and rank.waits.call is not None]
-        alike = len({(call.axis, call.number) for call in calls if call.peer < 0}) == 1
-        kind = CollectiveMismatch if alike and len({call.verb for call in calls}) > 1 else CommError
-        left = [rank.number for rank in self.ranks if rank.left]
-        gone = f"; {named(left)} {'has' if len(left) == 1 else 'have'} left" if left else ""
-        return kind(f"deadlock, no rank can go on: {self._waiting()}{gone}")
+        kind = CommError if any(rank.left for rank in self.ranks) else CollectiveMismatch
+        standings = {rank.number: rank.standing() for rank in self.ranks if rank.left or rank.waits is not None}
+        return kind("\n".join(deadlock_report("deadlock: no rank can go on.", standings, self._places())))
+
+    def _places(self) -> list[tuple[int, Doing]]:
+        return [(rank.number, rank.where()) for rank in self.ranks]
 
     def _waiting(self) -> str:
-        return tell_apart([(rank.number, rank.waits) for rank in self.ranks if rank.waits is not None])
+        waits = [(rank.number, rank.waits) for rank in self.ranks if rank.waits is not None]
+        return told([(number, f"waits{in_call(wait.told)}") for number, wait in waits])
 
 
-def tell_apart(waits: list[tuple[int, Wait]], with_axis: bool = True) -> str:
-    """Who waits where: `ranks 0,1,3 all_gather (4, 512) float32 at a.py:7 (axis tp, call 41); ...`."""
-    return told([(rank, f"{wait}{wait.where() if with_axis else ''}") for rank, wait in waits])
+def tell_apart(waits: list[tuple[int, Wait]]) -> str:
+    """Who waits where, all in one call of an axis: `ranks 0,1,3 all_gather (4, 512) float32 at a.py:7; rank 2 ...`."""
+    return told([(rank, str(wait)) for rank, wait in waits])

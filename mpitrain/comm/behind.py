@@ -22,7 +22,7 @@ def behind(pages: Mapping[int, Page], start: int, partners: Sequence[int], still
     Args:
         pages: of the ranks that can be seen; of others nothing is said.
         start: a rank that waits.
-        partners: the other ranks of its call; of calls of others only members are known that have the axis, too.
+        partners: the other ranks of its call; members of others' calls stand on their pages, or have the axis, too.
         still: ranks whose processes stand still.
 
     Returns:
@@ -61,6 +61,6 @@ def _missing(
             yield call.partner
         return
     for rank, of_rank in counts.items():
-        is_member = rank in partners or call.key in of_rank
+        is_member = rank in partners or rank in call.members or call.key in of_rank
         if rank != own and is_member and (rank in still or not entered(of_rank, call.key, call.number)):
             yield rank

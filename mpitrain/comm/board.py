@@ -18,6 +18,7 @@ import time
 from threading import get_ident
 
 from mpitrain.comm.board_file import BoardFile, Process
+from mpitrain.comm.open_requests import told_lost
 from mpitrain.comm.page import (
     CALLS,
     CODE,
@@ -38,10 +39,14 @@ from mpitrain.comm.page import (
     WAITING,
     Gone,
     answer_key,
+    entered,
+    members_word,
     pair_word,
     stable_hash,
 )
-from mpitrain.comm.transport import DType
+from mpitrain.comm.path import Turns
+from mpitrain.comm.transport import AtEnd, DType
+from mpitrain.errors import CommError
 
 
 class FlightBoard:
@@ -55,6 +60,9 @@ class FlightBoard:
         limit: seconds after which waiting is a hang; `--timeout`.
         run_folder: where to keep copies of the page for reports between hosts, or None.
         texts: names that stand in the page: see `text`.
+        turns: that this rank has taken.
+        sends: its channels to others.
+        at_end: asked when this rank ends well: what it has left undone, or None.
     """
 
     def __init__(self, file: BoardFile, rank: int, locals_: tuple[int, ...], hosts: tuple[int, ...]) -> None:
@@ -74,6 +82,9 @@ class FlightBoard:
         self._index = {other: index for index, other in enumerate(locals_)}
         self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
         self.texts: dict[str, tuple[int, bool]] = {}
+        self.turns = Turns()
+        self.at_end: AtEnd | None = None
+        self.sends: list[Channel] = []
         file.own(self._index[rank])
         words = self.page.words
         words[RANK], words[CODE], words[SINCE] = rank, UNKNOWN_CODE, time.monotonic_ns()
@@ -114,6 +125,17 @@ class FlightBoard:
         if page is None:
             return self.remote.get(rank)
         return page.gone() if page.state == LEFT else None
+
+    def unreceived(self) -> CommError | None:
+        """See `transport.Board`; of receivers on this host."""
+        found = []
+        for channel in self.sends:
+            page = self.pages.get(channel.partners[0])
+            if page is not None and channel.word and not entered(page.counts(), channel.answer_key, channel.count):
+                key = answer_key(channel.answer_key)
+                calls = [call.told for call in self.page.calls() if call.key == key and not call.is_wait]
+                found.append(calls[-1] if calls else f"message {channel.count} to rank {channel.partners[0]}")
+        return CommError(told_lost([f"rank {self.rank}: {words}" for words in found])) if found else None
 
     def process(self, rank: int) -> Process:
         """See `BoardFile.process`; of a rank of this host."""
@@ -171,7 +193,8 @@ class BoardLane:
         self._handled: BaseException | None = None  # what was being handled as it was entered
         key = stable_hash(*self._key)
         others = tuple(rank for rank in ranks if rank != board.rank)
-        self._collectives = Channel(board.page.add_channel(key, board.text(axis)[0]), key, others)
+        word = board.page.add_channel(key, board.text(axis)[0], members=members_word(ranks))
+        self._collectives = Channel(word, key, others)
 
     def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """See `transport.Lane.enter`."""
@@ -190,7 +213,9 @@ class BoardLane:
         if kind >= 64:  # a type that NumPy lacks has no number of its own
             kind = -board.text(dtype.name)[0]
         at = RING + (ordinal - 1) % KEPT_CALLS * ENTRY.size
-        ENTRIES[ndim].pack_into(memory, at, ordinal, channel.word, number, name, kind, channel.pair, now, ndim, *shape)
+        ENTRIES[ndim].pack_into(
+            memory, at, ordinal, channel.word, number, name, kind, channel.pair, now, 0, ndim, *shape
+        )
         self._before = channel.count
         self._handled = sys.exc_info()[1]
         if number > channel.count:
@@ -201,6 +226,13 @@ class BoardLane:
         words[SINCE] = now
         words[STATE] = WAITING
         board.current = (channel, number, ordinal, get_ident())
+
+    def place(self, site: str, way: int) -> bool:
+        """See `transport.Lane.place`."""
+        board = self._board
+        is_new = board.turns.is_new(hash((self._collectives.answer_key, way)))
+        board.page.set_site_of_call((board.texts.get(site) or board.text(site))[0], is_new)
+        return is_new
 
     def leave(self) -> None:
         """See `transport.Lane.leave`.
@@ -225,4 +257,6 @@ class BoardLane:
         word = self._board.page.add_channel(key, self._board.text(self.axis)[0], of_pair=True)
         channel = Channel(word, answer_key(key), (other,), pair_word(peer, other, tag))
         self._pairs[is_send, peer, tag] = channel
+        if is_send:
+            self._board.sends.append(channel)
         return channel

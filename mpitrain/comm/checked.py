@@ -18,7 +18,14 @@ proves from its counts that a member has left, or that ranks wait for each other
 still runs is waited for until the time limit.  Threads of one process know it at once (baton.py).  Between hosts nobody
 sees the counts of the others: what meets in one call of one axis is compared there, too, the rest is the time limit's.
 
-Arrays that are being sent are checked as well: nobody may write them before the message is complete.
+Arrays that are being sent are checked as well: nobody may write them before the message is complete.  So are requests:
+two must not write one array, and somebody must have waited for each before the program ends (open_requests.py).
+
+Who follows the states of values (debug/states) tells the op that is going on (`Mode.within`), and reports have it:
+
+    rank 2 reduce_scatter (8, 512) float32 at sequence.py:88 (reduce_scatter in blocks.0.mlp: Partial -> Shard(0))
+
+Whoever reports a difference says which rank left the path, if that can be known, and the last common call (path.py).
 
 Fingerprints are no events and are not counted as bytes sent: they are about messages, and none themselves.  They travel
 from rank to rank and not as a collective, because MPI wants all collectives of a group in one order, and a call in
@@ -41,15 +48,18 @@ import numpy as np
 
 from mpitrain.comm.chunked import REST_TAG, Route, Several
 from mpitrain.comm.comparison import AxisCalls, BlockLengths, Comparison, Header
-from mpitrain.comm.fingerprint import UNEVEN, WORDS, Fingerprint, fingerprint
+from mpitrain.comm.fingerprint import UNEVEN, WORDS, Fingerprint, differ, fingerprint
 from mpitrain.comm.in_check import Both, Later, Untouched
-from mpitrain.comm.page import stable_hash
+from mpitrain.comm.page import call_words, stable_hash
+from mpitrain.comm.places import named
 from mpitrain.comm.site import caller_of, site_of, words_of
-from mpitrain.comm.transport import Array, Mode, Pending
+from mpitrain.comm.transport import Array, Lane, Mode, Pending
 
 HEADER_TAG = 16384  # + the tag of the message; above `MAX_TAG`, below the door's other tags
 GATHER_TAG = REST_TAG - 2
 LENGTHS_TAG = REST_TAG - 3
+GROUP_TAG = REST_TAG - 4
+_LONGEST_OP = 90  # characters
 _SPREAD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -61,10 +71,12 @@ class Checks:
         ranks: of the world, in axis order.
         route: the way of messages.
         mode: of the world.
+        lane: on the board of this rank.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], route: Route, mode: Mode) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], route: Route, mode: Mode, lane: Lane) -> None:
         self._mode = mode
+        self._lane = lane
         self._route = route
         self._rank, self._size = route.transport.rank, route.transport.size
         self._posts_later = route.transport.kind == "mpi"  # threads refuse by themselves what does not fit
@@ -87,7 +99,15 @@ class Checks:
             how: the further arguments.
             peer: the other rank in a point-to-point message, else -1.
         """
-        mine = self._mine = fingerprint(number, verb, a, how, self._place(), self._mode.deterministic)
+        place = self._place()
+        within = self._mode.within
+        mine = fingerprint(number, verb, a, how, place, self._mode.deterministic)
+        way = hash((mine.kind, place[0], peer, how[1] if peer >= 0 else 0))
+        if self._lane.place(place[1], way):
+            mine = mine._replace(turn="new")
+        if within:
+            mine = mine._replace(site=f"{mine.site} ({within[:_LONGEST_OP]})")
+        self._mine = mine
         words = np.frombuffer(mine.pack(), np.int64)
         route = self._route(WORDS)
         if peer < 0:
@@ -103,14 +123,43 @@ class Checks:
         self._check = Header(self._calls, mine, theirs, arrives, (peer, self._rank), tag)
         self._queue = self._receives.setdefault((peer, tag), deque())
 
-    def _gather(self, words: Array, tag: int) -> tuple[Array, Pending]:
-        """A row from each member, and when they are there; from rank to rank, with a tag of its own."""
+    def _gather(self, words: Array, tag: int, members: Sequence[int] = ()) -> tuple[Array, Pending]:
+        """A row from each member, and when they are there; from rank to rank, with a tag of its own.
+
+        `members`: some of the axis, in order; none: all.
+        """
         route = self._route(words.size)
-        rows = np.empty((self._size, words.size), np.int64)
-        rows[self._rank] = words
-        others = [(self._rank + step) % self._size for step in range(1, self._size)]
-        parts = [route.irecv(rows[other], other, tag) for other in others]
-        return rows, Several(parts + [route.isend(words, other, tag) for other in others])
+        members = members or range(self._size)
+        rows = np.empty((len(members), words.size), np.int64)
+        own = members.index(self._rank)
+        rows[own] = words
+        others = [(own + step) % len(members) for step in range(1, len(members))]
+        parts = [route.irecv(rows[other], members[other], tag) for other in others]
+        return rows, Several(parts + [route.isend(words, members[other], tag) for other in others])
+
+    def making(self, ranks: Sequence[int], name: str, block: Callable[[Pending], None]) -> None:
+        """Before a group is made: its members must agree on their order, which MPI does not look at.
+
+        Args:
+            ranks: of this axis.
+            name: of the new one.
+            block: how to wait.
+
+        Raises:
+            CollectiveMismatch: they do not.
+        """
+        if not self._posts_later or len(ranks) == 1:
+            return
+        members, place = sorted(ranks), self._place()
+        order = [self._calls.ranks[rank] for rank in ranks]
+        shape = f"{stable_hash(order):x}"  # long orders are shortened for people
+        mine = Fingerprint("1", "group", named(order)[:_LONGEST_OP], shape, "", "", f"{place[0]:x}", "", place[1])
+        rows, arrive = self._gather(np.frombuffer(mine.pack(), np.int64), GROUP_TAG, members)
+        block(arrive)
+        prints = [Fingerprint.unpack(row.tobytes()) for row in rows]
+        if differ(prints):
+            world = [self._calls.ranks[rank] for rank in members]
+            self._calls.refuse_making(name, prints, world)
 
     def _place(self) -> tuple[int, str]:
         """Where in the program the call stands: a number that is the same in every process, and its site."""
@@ -198,7 +247,24 @@ class Checks:
             message: as it was posted, or will be.
             a: the array that it reads.
         """
-        mine = self._mine
+        mine, rank = self._mine, self._calls.ranks[self._rank]
         call = f"{mine.verb} on axis {self._calls.name}, call {mine.number}, {mine.shape} {mine.dtype} at {mine.site}"
-        text = f"{call}: the array was written before the message was complete.  Wait for the request first."
+        text = (
+            f"rank {rank}: {call}: the array was written before the message was complete.  Wait for the request first"
+        )
         return Untouched(message, a, text)
+
+    def opened(self, verb: str, message: Pending, a: Array, recv: Array | None, peer: int, tag: int) -> int:
+        """Note a non-blocking call that has just been made.
+
+        Returns:
+            Its number among the open requests.
+
+        Raises:
+            CommError: it shares an array with another one that is in flight.
+        """
+        mine, rank = self._mine, self._calls.ranks[self._rank]
+        words = call_words(verb, self._calls.name, peer, tag, int(mine.number), mine.shape, mine.dtype)
+        is_send = "send" in verb
+        reads, writes = (None, a) if "recv" in verb else (a, recv)
+        return self._mode.requests.add(f"rank {rank}: {words}, at {mine.site}", message, is_send, reads, writes)

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from mpitrain.comm.wire import (
     unmoved,
 )
 from mpitrain.errors import CommError, UserError
-from mpitrain.events import LISTENERS, Event, tell
+from mpitrain.events import STEP_LISTENERS, WITNESSES, Event, tell
 
 SHIFT_TAG = REST_TAG - 1
 PAUSE = 20e-6  # seconds between two looks while sums in order are in flight
@@ -79,8 +80,8 @@ class Communicator:
         self.transport = transport
         self._route = Route(transport, self.mode)
         self._sums = OrderedSums(self._route, self._second, self.mode.unfinished)
-        self._checks = Checks(name, self.ranks, self._route, self.mode)
         self._lane = self.board.open(name, self.ranks)
+        self._checks = Checks(name, self.ranks, self._route, self.mode, self._lane)
         self._calls = 0
         self._sent: dict[tuple[int, int], int] = {}  # messages to each peer with each tag, and from it
         self._received: dict[tuple[int, int], int] = {}
@@ -430,6 +431,14 @@ class Communicator:
             ranks: members, as ranks of this communicator, in the order of their new ranks; this rank among them.
             name: of the new axis.
         """
+        if self.mode.checked:
+            members = tuple(self.ranks[rank] for rank in sorted(ranks))
+            lane = self.board.open(f"the making of axis {name}", members)
+            lane.enter(1, "group", (len(ranks),), _NOTHING.dtype, -1)
+            try:
+                self._checks.making(ranks, name, self._block)
+            finally:
+                lane.leave()
         transport = self.transport.group(tuple(ranks), name)
         return Communicator(name, transport, [self.ranks[r] for r in ranks], self.board, self.mode)
 
@@ -478,11 +487,13 @@ class Communicator:
         else:
             tag = how[1]
             number = self._count(verb, peer, tag)
-        self._bytes[verb] = self._bytes.get(verb, 0) + self._payload.bytes(verb, a, how)
+        nbytes = self._payload.bytes(verb, a, how)
+        self._bytes[verb] = self._bytes.get(verb, 0) + nbytes
         mode, lane = self.mode, self._lane
         lane.enter(number, verb, shape_of_call(verb, a, how), a.dtype, peer, tag)
         try:
-            listeners = LISTENERS.get()
+            listeners, witnesses = STEP_LISTENERS.get(), WITNESSES.get()
+            began = perf_counter_ns() if witnesses else 0
             info = self._info(number, verb, a, how, peer) if listeners else {}
             if listeners:
                 tell(listeners, Event("message", "begin", verb, info))
@@ -493,6 +504,8 @@ class Communicator:
             if mode.unfinished and peer < 0 and verb not in LIKE_BLOCKING:
                 self._sums.post_all(self._block)
             moved = move(a, *how)
+            for witness in witnesses:
+                witness.message(self, verb, number, began, a, how, peer, nbytes)
             if listeners:
                 tell(listeners, Event("message", "end", verb, {**info, "result": moved}))
         finally:
@@ -514,15 +527,22 @@ class Communicator:
     ) -> Request:
         """What a non-blocking verb returns; apart from `_call`, whose variables no closure then slows down."""
         pending, recv = moved
+        requests, key = self.mode.requests, 0
+        if self.mode.checked:
+            key = self._checks.opened(verb, pending, a, recv, peer, how[1] if peer >= 0 else 0)
 
         def wait(pending: Pending) -> None:
             self._wait(pending, number, verb, a, how, peer)
 
         def finish() -> Any:
-            listeners = LISTENERS.get()
+            if key:
+                requests.close(key)
+            listeners = STEP_LISTENERS.get()
             if listeners and recv is not None:
                 info = {**self._info(number, verb, a, how, peer), "result": recv}
                 tell(listeners, Event("arrival", "end", verb, info))
+            for witness in WITNESSES.get() if recv is not None else ():
+                witness.arrival(self, verb, number, how, peer)
             return deliver(recv, x, out)
 
         return Request(pending, finish, wait)
@@ -532,7 +552,8 @@ class Communicator:
         shape = shape_of_call(verb, a, how)
         self._lane.enter(number, "wait " + verb, shape, a.dtype, peer, how[1] if peer >= 0 else 0)
         try:
-            listeners = LISTENERS.get()
+            listeners, witnesses = STEP_LISTENERS.get(), WITNESSES.get()
+            began = perf_counter_ns() if witnesses else 0
             if listeners:
                 info = self._info(number, verb, a, how, peer)
                 tell(listeners, Event("message", "begin", "wait " + verb, info))
@@ -540,6 +561,8 @@ class Communicator:
                 tell(listeners, Event("message", "end", "wait " + verb, info))
             else:
                 self._block(pending)
+            for witness in witnesses:
+                witness.message(self, "wait " + verb, number, began, a, how, peer, 0.0)
         finally:
             self._lane.leave()
 

@@ -58,5 +58,6 @@ def _missing(call: Call, counts: Mapping[int, Mapping[int, int]]) -> Iterator[in
             yield call.partner
         return
     for rank, of_rank in counts.items():
-        if of_rank.get(call.key, call.number) < call.number:  # without the key it is no member
+        is_member = rank in call.members or call.key in of_rank  # members may not have made the axis yet
+        if is_member and not entered(of_rank, call.key, call.number):
             yield rank

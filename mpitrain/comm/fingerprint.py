@@ -1,6 +1,6 @@
 """What one rank is about to do, in 256 bytes that the other ranks can compare with theirs.
 
-    41 | all_gather | dim 0 | (4, 512) | float32 | even | 7f3a... | sequence.py:71
+    41 | all_gather | dim 0 | (4, 512) | float32 | even | 7f3a... | | sequence.py:71
 
 What must agree depends on the verb:
 
@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpitrain.comm.page import stable_hash
+from mpitrain.comm.page import call_words, stable_hash
+from mpitrain.comm.path import judged
 from mpitrain.comm.places import told
 from mpitrain.comm.slices import SLICED, shape_of_call, told_lengths
 from mpitrain.comm.transport import Array
@@ -50,7 +51,8 @@ class Fingerprint(NamedTuple):
     """One call of one rank.
 
     number: of the call on the axis, or of the message between the two; how: its arguments, as text; even: whether all
-    its blocks have one length; place: a number for the call in the program, in hex; site: for people.
+    its blocks have one length; place: a number for the call in the program, in hex; turn: "new" where this rank comes
+    to it as it never did (path.py); site: for people.
     """
 
     number: str
@@ -60,6 +62,7 @@ class Fingerprint(NamedTuple):
     dtype: str
     even: str
     place: str
+    turn: str
     site: str
 
     def pack(self) -> bytes:
@@ -84,6 +87,11 @@ class Fingerprint(NamedTuple):
         how = f" {self.how}" if with_how and self.how else ""
         return f"{self.verb} {self.shape} {self.dtype}{how} at {self.site}"
 
+    def in_words(self, axis: str, peer: int = -1, tag: int = 0) -> str:
+        """`all_gather on tp, call 41, (4, 512) float32, at sequence.py:71`."""
+        words = call_words(self.verb, axis, peer, tag, int(self.number), self.shape, self.dtype)
+        return f"{words}, at {self.site}"
+
 
 def fingerprint(
     number: int, verb: str, a: Array, how: Sequence[Any], place: tuple[int, str], in_order: bool
@@ -107,12 +115,20 @@ def fingerprint(
     if in_order and verb in _SUMS:
         words += " in rank order"
     even = verb not in UNEVEN or all(len(set(lengths)) == 1 for lengths in how[2:])
-    return Fingerprint(str(number), verb, words, shape, str(a.dtype), "even" if even else "", f"{place[0]:x}", place[1])
+    return Fingerprint(
+        str(number), verb, words, shape, str(a.dtype), "even" if even else "", f"{place[0]:x}", "", place[1]
+    )
 
 
 def differ(prints: Sequence[Fingerprint]) -> bool:
     """Whether calls do not fit each other, wherever they stand."""
     return len({(p.number, p.kind) for p in prints}) > 1
+
+
+def judge(prints: Sequence[Fingerprint], ranks: Sequence[int]) -> str:
+    """Which of these ranks left the path, as a sentence; "" where nobody can know."""
+    new = {rank: bool(p.turn) for rank, p in zip(ranks, prints, strict=True)}
+    return judged(new, {rank: (p.number, p.kind) for rank, p in zip(ranks, prints, strict=True)})
 
 
 def tell_apart(prints: Sequence[Fingerprint], ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ sys.exit, usually leaves the job hanging.  The guard owns the end of every rank 
     the end of the script          the rank posts LEFT on the flight board and waits until all others left too; whoever
                                    waits for it meanwhile ends the job (watch.py)
     os._exit(n)                    the same
+    the end with code 0, but requests are open that were made in checked mode      as a UserError
     SIGKILL, SIGSEGV ...           the launcher sees it; where it does not, the lock of the dead rank's page tells
     the launcher dies              the kernel kills the ranks
 
@@ -101,8 +102,15 @@ class Guard:
             self._hard_exit(code)
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        undone = self._undone(all_have_ended=False) if self._code <= 0 and not self._left else None
+        if undone is None:
             self._leave(self._code)
+            return
+        self._leave(undone.exit_code, f"{type(undone).__name__}: {undone}\n")
+        _flush()
+        self._hard_exit(undone.exit_code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or _is_called_inside_the_program(sys._getframe()):
@@ -170,6 +178,9 @@ class Guard:
                     self._lifeline.abort(code)
             if not all_.same_words:
                 self._say_once(words)
+            if all_.highest <= 0 and (undone := self._undone(all_have_ended=True)):
+                self._say_once(f"{type(undone).__name__}: {undone}\n")
+                self._lifeline.abort(undone.exit_code)
             if all_.highest > 0 and not (all_.lowest == all_.highest and self._lifeline.keeps_codes):
                 _flush()
                 if rank == 0:
@@ -180,6 +191,10 @@ class Guard:
         except BaseException as error:
             self._print(type(error), error, error.__traceback__)
             self._lifeline.abort(code if code > 0 else 1)
+
+    def _undone(self, all_have_ended: bool) -> UserError | None:
+        """What this rank has left undone, if it ends well."""
+        return None if self._board.at_end is None else self._board.at_end(all_have_ended)
 
     def _say_once(self, text: str) -> None:
         if text and self._board.claim(text):

@@ -16,14 +16,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpitrain.comm.behind import behind
-from mpitrain.comm.page import LEFT, NEW, UNKNOWN_CODE, WAITING, Page, innermost
+from mpitrain.comm.page import LEFT, NEW, UNKNOWN_CODE, WAITING, Page, in_call, innermost
+from mpitrain.comm.path import (
+    MAX_LINES,
+    Standing,
+    common_words,
+    deadlock_report,
+    last_common_call,
+    who_left,
+)
 from mpitrain.comm.places import by_place, named
 
-MAX_LINES = 5  # of the head
 MAX_GROUPS, SHOWN_CALLS = 6, 4  # on the terminal
 FILE = "hang-report.txt"
 STOPPED, DEBUGGED, SILENT = "stopped", "held by a debugger", "without a sign of life"
@@ -56,16 +63,23 @@ class Seen:
         page, call, last = self.page, self.page.current(), self.page.calls()[-1:]
         if page.state == LEFT:
             code = page.gone().code
-            return "left", "left", (f" with exit code {code}" if code != UNKNOWN_CODE else "") + _at(page.site)
+            after = f", after {last[0].told}" if last else ""
+            return "left", "left", (f" with exit code {code}" if code != UNKNOWN_CODE else "") + _at(page.site) + after
         one, several = ("waits", "wait") if call is not None else ("runs", "run")
         if self.still:
             one, several = (f"{verb} {self.still}" for verb in ("is", "are"))
         step = f", step {page.step}" if page.step else ""
         if call is not None:
-            where = f", at {page.site}" if self.is_there() else self._site() if self.still else ""
-            return one, several, f" in {call}" + where + step
-        after = f", after {last[0]}" if page.state != NEW and last else " and never entered a call"
+            place = call.site or (page.site if self.is_there() else "")
+            where = f", at {place}" if place else self._site() if self.still else ""
+            return one, several, in_call(call) + where + step
+        after = f", after {last[0].told}" if page.state != NEW and last else " and never entered a call"
         return one, several, self._site() + after + step
+
+    def standing(self) -> Standing:
+        """The same for path.py."""
+        page = self.page
+        return Standing(page.calls(), page.counts(), page.current() is not None, page.state == LEFT)
 
     def _site(self) -> str:
         """Where it runs, as far as that is known."""
@@ -89,7 +103,7 @@ class Seen:
     def calls(self, most: int) -> list[str]:
         """Its last calls, the newest first."""
         calls = self.page.calls()[: -most - 1 : -1]
-        return [f"{call}, {(self.clock - call.since) / 1e9 + self.age:.1f} s ago" for call in calls]
+        return [f"{call.told}, {(self.clock - call.since) / 1e9 + self.age:.1f} s ago" for call in calls]
 
 
 @dataclass(frozen=True)
@@ -130,9 +144,33 @@ class Hang:
         still = [rank for rank, seen in self.seen.items() if seen.still]
         return behind({rank: seen.page for rank, seen in self.seen.items()}, self.start, self.partners, still)
 
+    def _standings(self, ranks: Iterable[int]) -> dict[int, Standing]:
+        """Of those that can be seen, and of all that stand in the same calls."""
+        calls = {self.seen[rank].page.current() for rank in ranks if rank in self.seen} - {None}
+        places = {(call.key, call.number) for call in calls if call is not None}
+        found = {rank: self.seen[rank].standing() for rank in ranks if rank in self.seen}
+        for rank, seen in self.seen.items():
+            call = seen.page.current()
+            if call is not None and (call.key, call.number) in places:
+                found.setdefault(rank, seen.standing())
+        return found
+
+    def deadlock(self, ring: Sequence[int], head: str = "") -> list[str]:
+        """Of ranks that wait for each other: five lines at most; `head`: the first one."""
+        head = head or "CollectiveMismatch: ranks wait for each other, none can go on."
+        standings = self._standings(ring)
+        places = [(rank, self.seen[rank].place()) for rank in standings]
+        return deadlock_report(head, standings, places)
+
+    def path(self, ranks: Iterable[int]) -> tuple[str, str]:
+        """Who of these, and of those in their calls, left the path, and their last common call; "" if unknown."""
+        standings = self._standings(ranks)
+        common = last_common_call(standings) if len(standings) > 1 else None
+        return who_left(standings, common), common_words(common)
+
     def _verdict(self, late: list[int] | None) -> str:
         if late is None:
-            return "Ranks wait for each other."
+            return "  ".join(part for part in ("Ranks wait for each other.", self.path([self.start])[0]) if part)
         if not late:
             if len(self.seen) < self.ranks:
                 return "Of the ranks that can be seen none is behind."
@@ -153,7 +191,9 @@ class Hang:
         first = self._behind() or []
         order = [*first, *(rank for rank in sorted(self.seen) if rank not in first)]
         groups = by_place((rank, self._story(rank)) for rank in order)
-        lines = ["", "Last calls, the newest first" + (f"; more of them: {path}" if path else "") + "."]
+        common = self.path([self.start, *first])[1]
+        lines = ["", *([common] if common else [])]
+        lines += ["Last calls, the newest first" + (f"; more of them: {path}" if path else "") + "."]
         for (where, _), ranks in list(groups.items())[:MAX_GROUPS]:
             lines.append(f"  {named(ranks)}{where}")
             lines += [f"    {call}" for call in self.seen[ranks[0]].calls(SHOWN_CALLS) or ["none"]]

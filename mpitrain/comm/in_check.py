@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import Array, Pending, Unfinished
 from mpitrain.errors import CommError
 
@@ -134,7 +135,7 @@ class Untouched:
 
     def _look(self) -> None:
         if self._digest_now() != self._digest:
-            raise CommError(self._text)
+            raise CommError(f"{self._text} (found at {call_site()}).")
 
     def _digest_now(self) -> int:
         return zlib.crc32(self._a.reshape(-1).view(np.uint8).data)

@@ -25,8 +25,10 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from mpitrain.comm.alone import Alone
-from mpitrain.comm.baton import Debugger, Ended, Rank, RankStopped, Room
+from mpitrain.comm.baton import Debugger, Ended, RankStopped, Room
+from mpitrain.comm.site import site_of
 from mpitrain.comm.stalled import Glance
+from mpitrain.comm.thread_rank import Rank
 from mpitrain.comm.threads import Group, LocalTransport
 from mpitrain.comm.transport import Mode, Transport
 from mpitrain.comm.world import World, surround
@@ -51,6 +53,7 @@ class LocalWorld:
     Attributes:
         failed: the rank that ended the last run; -1 if none did.
         failed_step: the step that it was in, 0 before the first.
+        ended: of a rank that ended all by sys.exit: where, and where the others stood.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class LocalWorld:
         self.debugger = debugger
         self.failed = -1
         self.failed_step = 0
+        self.ended: tuple[str, list[str]] = "", []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(*args)` on every rank.
@@ -114,7 +118,13 @@ class LocalWorld:
             raise
         self.failed = room.failed
         self.failed_step = room.ranks[room.failed].step if room.failed >= 0 else 0
-        if room.error is not None:
+        self.ended = room.ended
+        if room.error is None:
+            for one in room.ranks:  # what is in flight now nobody receives
+                if undone := _undone(one, all_have_ended=True):
+                    self.failed = one.number
+                    raise undone
+        else:
             raise room.error
         return results
 
@@ -136,15 +146,31 @@ def _live(rank: Rank, body: Callable[[int], Any], results: list[Any]) -> None:
     try:
         room.begin(rank)
         results[rank.number] = body(rank.number)
+        if undone := _undone(rank):
+            room.fail(rank, undone)
     except RankStopped:
         pass
     except SystemExit as error:
+        rank.left_at = _place(error)
         if error.code not in (None, 0):
             room.fail(rank, error)
+        elif undone := _undone(rank):
+            room.fail(rank, undone)
     except BaseException as error:
         room.fail(rank, error)
     finally:
         room.leave(rank)
+
+
+def _undone(rank: Rank, all_have_ended: bool = False) -> UserError | None:
+    """What a rank that ends well has not done."""
+    return None if rank.at_end is None else rank.at_end(all_have_ended)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, or at least whence that was called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return site_of(frames[-1]) if frames else ""
 
 
 def run_script(
@@ -196,7 +222,9 @@ def run_script(
         return int(error.args[0])
     except SystemExit as error:
         status = _exit_code(error)
-        print(f"rank {local.failed} of {size} ended all ranks with exit code {status}", file=sys.stderr)
+        where, others = local.ended
+        print(f"rank {local.failed} of {size} ended all ranks with exit code {status}{where}", file=sys.stderr)
+        print(*others, sep="\n", end="\n" if others else "", file=sys.stderr)
         return status
     except BaseException as error:
         _report(error, local, size)

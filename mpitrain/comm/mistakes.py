@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import DType
 from mpitrain.comm.wire import is_inexact, is_known
 from mpitrain.errors import CommError, ShapeError
@@ -29,12 +30,12 @@ def check_sum(axis: Axis, dtype: DType, op: str) -> None:
         CommError: `op` does not exist, or is not defined for `dtype`.
     """
     if op not in ("sum", "max"):
-        raise CommError(f"all_reduce on axis {axis.name}: op is {op!r}; known: sum, max")
+        raise CommError(f"all_reduce on axis {axis.name}: op is {op!r}; known: sum, max, at {call_site()}")
     if is_inexact(dtype):
         if dtype.kind == "c" and op == "max":
-            raise CommError(f"all_reduce on axis {axis.name}: complex numbers have no maximum")
+            raise CommError(f"all_reduce on axis {axis.name}: complex numbers have no maximum, at {call_site()}")
     elif not is_known(dtype) or (dtype == np.bool_ and op == "sum"):
-        raise CommError(f"all_reduce on axis {axis.name}: the {op} of {dtype} is not defined")
+        raise CommError(f"all_reduce on axis {axis.name}: the {op} of {dtype} is not defined, at {call_site()}")
 
 
 def check_divides(axis: Axis, shape: tuple[int, ...], dim: int, verb: str) -> None:
@@ -44,7 +45,8 @@ def check_divides(axis: Axis, shape: tuple[int, ...], dim: int, verb: str) -> No
         ShapeError: it does not.
     """
     if shape[dim] % axis.size:
-        raise ShapeError(f"{verb}: dim {dim} of shape {shape} is not divisible by axis {axis.name} of size {axis.size}")
+        what = f"{verb}: dim {dim} of shape {shape}"
+        raise _misshapen(f"{what} is not divisible by axis {axis.name} of size {axis.size}")
 
 
 def check_counts(
@@ -62,13 +64,13 @@ def check_counts(
     sent, received = ([int(c) for c in side] for side in counts)
     where = f"all_to_all on axis {axis.name} of size {n}"
     if len(sent) != n or len(received) != n or min(sent + received) < 0:
-        raise ShapeError(f"{where}: counts are {sent} and {received}; {n} numbers from 0 are needed in each")
+        raise _misshapen(f"{where}: counts are {sent} and {received}; {n} numbers from 0 are needed in each")
     if sum(sent) != shape[j]:
-        raise ShapeError(f"{where}: counts sent {sent} add up to {sum(sent)}, dim {j} of shape {shape} does not")
+        raise _misshapen(f"{where}: counts sent {sent} add up to {sum(sent)}, dim {j} of shape {shape} does not")
     if i == j and sent[axis.rank] != received[axis.rank]:
-        raise ShapeError(f"{where}: rank {axis.rank} sends itself {sent[axis.rank]}, receives {received[axis.rank]}")
+        raise _misshapen(f"{where}: rank {axis.rank} sends itself {sent[axis.rank]}, receives {received[axis.rank]}")
     if i != j and received[axis.rank] != shape[i]:
-        raise ShapeError(f"{where}: counts received {received} give rank {axis.rank} another length than {shape}")
+        raise _misshapen(f"{where}: counts received {received} give rank {axis.rank} another length than {shape}")
     return sent, received
 
 
@@ -95,12 +97,16 @@ def check_slices(
     n, lengths = axis.size, [int(count) for count in counts]
     where = f"{verb} on axis {axis.name} of size {n}"
     if len(lengths) != n or min(lengths) < 0:
-        raise ShapeError(f"{where}: counts are {lengths}; {n} numbers from 0 are needed")
+        raise _misshapen(f"{where}: counts are {lengths}; {n} numbers from 0 are needed")
     if whole and sum(lengths) != shape[dim]:
-        raise ShapeError(f"{where}: counts {lengths} add up to {sum(lengths)}, dim {dim} of shape {shape} does not")
+        raise _misshapen(f"{where}: counts {lengths} add up to {sum(lengths)}, dim {dim} of shape {shape} does not")
     if not whole and lengths[axis.rank] != shape[dim]:
-        raise ShapeError(f"{where}: counts {lengths} give rank {axis.rank} another length than dim {dim} of {shape}")
+        raise _misshapen(f"{where}: counts {lengths} give rank {axis.rank} another length than dim {dim} of {shape}")
     return None if len(set(lengths)) == 1 else lengths
+
+
+def _misshapen(text: str) -> ShapeError:
+    return ShapeError(f"{text}, at {call_site()}")
 
 
 def check_rank(axis: Axis, rank: int, what: str) -> None:
@@ -110,7 +116,7 @@ def check_rank(axis: Axis, rank: int, what: str) -> None:
         CommError: naming `what` it was wanted for.
     """
     if not 0 <= rank < axis.size:
-        raise CommError(f"{what} {rank} is not on axis {axis.name} of size {axis.size}")
+        raise CommError(f"{what} {rank} is not on axis {axis.name} of size {axis.size}, at {call_site()}")
 
 
 def check_peer(axis: Axis, peer: int, tag: int, what: str) -> None:
@@ -121,6 +127,6 @@ def check_peer(axis: Axis, peer: int, tag: int, what: str) -> None:
     """
     check_rank(axis, peer, f"{what} rank")
     if peer == axis.rank:
-        raise CommError(f"rank {peer} of axis {axis.name} cannot {what} itself")
+        raise CommError(f"rank {peer} of axis {axis.name} cannot {what} itself, at {call_site()}")
     if not 0 <= tag <= MAX_TAG:
-        raise CommError(f"tag {tag} is out of range: 0 ... {MAX_TAG}")
+        raise CommError(f"tag {tag} is out of range: 0 ... {MAX_TAG}, at {call_site()}")

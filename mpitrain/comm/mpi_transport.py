@@ -14,6 +14,7 @@ import numpy as np
 
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.in_flight import InFlight, MpiPending, check_size, comm_error
+from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import Array, Board, Pending, Transport
 from mpitrain.errors import CommError
 
@@ -190,6 +191,7 @@ class MpiTransport:
         everyone = self._comm.Get_group()
         some = everyone.Incl(ranks)
         lane.enter(1, "group", (len(ranks),), np.dtype(np.int64), -1)
+        lane.place(site := call_site(), hash(site))
         try:
             comm = self._comm.Create_group(some)
         except self._mpi.Exception as error:

@@ -59,6 +59,12 @@ def trail_of(frame: FrameType | None, most: int = 5) -> str:
     return FROM.join(places) or "?"
 
 
+def is_plumbing(frame: FrameType) -> bool:
+    """Whether a frame is left out of reports, see `site_of`."""
+    path = frame.f_code.co_filename
+    return path.startswith(_PLUMBING) or path.endswith("/threading.py")
+
+
 def caller_of(frame: FrameType | None) -> tuple[FrameType | None, int]:
     """The innermost frame that is not plumbing, and a number for the functions of the plumbing from there to `frame`.
 

@@ -12,11 +12,13 @@ import os
 import sys
 import time
 
-from mpitrain.comm.baton import Rank, RankStopped, Room
+from mpitrain.comm.baton import RankStopped, Room
 from mpitrain.comm.hang import SHOWN_CALLS
 from mpitrain.comm.page import innermost
-from mpitrain.comm.places import by_place, named, told
+from mpitrain.comm.path import MAX_LINES, common_words, last_common_call, places_told
+from mpitrain.comm.places import by_place, named
 from mpitrain.comm.site import trail_of
+from mpitrain.comm.thread_rank import Rank
 from mpitrain.errors import CommError
 
 _AWAKE = 1.0  # seconds of those between two glances that count: a suspended process stands still as a whole
@@ -58,13 +60,15 @@ class Glance:
 
     def _report(self, runs: Rank, waiting: list[Rank]) -> str:
         trail = trail_of(sys._current_frames().get(runs.ident))
-        last = f", after {runs.calls[-1]}" if runs.calls else " and never entered a call"
-        places = by_place((rank.number, f"{rank.waits}{rank.waits.where()}") for rank in waiting if rank.waits)
+        last = f", after {runs.calls[-1].entry().told}" if runs.calls else " and never entered a call"
+        others = [(rank.number, rank.where()) for rank in self._room.ranks if rank is not runs]
+        common = last_common_call({rank.number: rank.standing() for rank in (runs, *waiting)})
         lines = [
             f"no answer for {self._room.timeout:g} s (--timeout).  Rank {runs.number} is behind: it is in no call.",
             f"  rank {runs.number} runs at {innermost(trail)}{last} (for {self._still:.0f} s)",
-            *(f"  {told([(rank, place) for rank in ranks])}" for place, ranks in list(places.items())[:3]),
+            *places_told(others, MAX_LINES - 2),
             "",
+            *([common_words(common)] if common else []),
             "Last calls, the newest first.",
         ]
         for calls, ranks in by_place((rank.number, _last_calls(rank)) for rank in (runs, *waiting)).items():
@@ -74,7 +78,7 @@ class Glance:
 
 
 def _last_calls(rank: Rank) -> tuple[str, ...]:
-    return tuple(f"{call} (axis {call.axis}, call {call.number})" for call in list(rank.calls)[: -SHOWN_CALLS - 1 : -1])
+    return tuple(call.entry().told for call in list(rank.calls)[: -SHOWN_CALLS - 1 : -1])
 
 
 def _is_debugged(rank: Rank) -> bool:

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.comm.alone import Alone
-from mpitrain.comm.baton import Call, Rank, Room, Wait, tell_apart
+from mpitrain.comm.baton import Room, tell_apart
+from mpitrain.comm.path import common_words, judged, last_common_call, second_line
+from mpitrain.comm.places import named, told
+from mpitrain.comm.site import call_site
 from mpitrain.comm.slices import SLICED, told_lengths
+from mpitrain.comm.thread_rank import Call, Rank, Wait
 from mpitrain.comm.transport import Array, Pending, Transport
 from mpitrain.comm.wire import KNOWN
 from mpitrain.errors import CollectiveMismatch, CommError
@@ -52,9 +56,11 @@ class Group:
         self.ranks = ranks
         self.name = name
         self.groups: dict[tuple[tuple[int, ...], str, int], Group] = {}
+        self.makings: dict[tuple[tuple[int, ...], str, int], dict[int, tuple[tuple[int, ...], str]]] = {}
         self.meetings: dict[int, dict[int, Part]] = {}
         self.sent: dict[tuple[int, int, int], deque[Letter]] = {}
         self.wanted: dict[tuple[int, int, int], deque[Letter]] = {}
+        self.last: Call | None = None  # of the door, that all members have made, as the first of them made it
 
     def join(self, number: int, rank: int, part: Part) -> None:
         """Rank brings its part to collective `number`; the last one does the work."""
@@ -69,6 +75,7 @@ class Group:
             _WORK[part.verb](parts)
         except CommError as error:
             self.room.give_up(part.wait.rank, error)
+        self.last = parts[0].call or self.last
         for each in parts:
             each.wait.done = True
 
@@ -77,8 +84,15 @@ class Group:
         if all(self._nature(part) == first for part in parts):
             return
         shown = number if parts[0].call is None else parts[0].call.number
+        raise CollectiveMismatch(f"on axis {self.name}, call {shown}: {self._told(parts)}")
+
+    def _told(self, parts: list[Part]) -> str:
+        """The calls of all, who left the path, and the last common call."""
         waits = [(rank, part.wait) for rank, part in zip(self.ranks, parts, strict=True)]
-        raise CollectiveMismatch(f"on axis {self.name}, call {shown}: {tell_apart(waits, with_axis=False)}")
+        new = {rank: wait.call is not None and wait.call.is_new for rank, wait in waits}
+        places = {rank: self._nature(part) for rank, part in zip(self.ranks, parts, strict=True)}
+        common = common_words(self.last and self.last.entry())
+        return f"{tell_apart(waits)}{second_line(judged(new, places), common)}"
 
     def _nature(self, part: Part) -> tuple[object, ...]:
         """What must agree: the raw verb with its sizes, and the call of the door that asked for it."""
@@ -98,13 +112,22 @@ class Group:
         other = waiting.popleft()
         source, dest = (letter, other) if sends else (other, letter)
         if source.buf.nbytes != dest.buf.nbytes:
-            error = CommError(
-                f"a message on axis {self.name} has {source.buf.nbytes} bytes, its receiver expects {dest.buf.nbytes}:"
-                f" rank {self.ranks[way[0]]} {source.wait}; rank {self.ranks[way[1]]} {dest.wait}"
-            )
+            error = CollectiveMismatch(self._sizes(way, source, dest))
             self.room.give_up(letter.wait.rank, error)
         dest.buf.reshape(-1).view(np.uint8)[...] = source.buf.reshape(-1).view(np.uint8)
         source.wait.done = dest.wait.done = True
+
+    def _sizes(self, way: tuple[int, int, int], source: Letter, dest: Letter) -> str:
+        """What is said of a message that has another size than its receiver expects."""
+        ends = {self.ranks[way[0]]: source.wait, self.ranks[way[1]]: dest.wait}
+        new = {rank: wait.call is not None and wait.call.is_new for rank, wait in ends.items()}
+        standings = {rank: wait.rank.standing() for rank, wait in ends.items()}
+        number = "" if source.wait.call is None else f", call {source.wait.call.number}"
+        return (
+            f"on axis {self.name}{number}: {tell_apart([*ends.items()])}: the message has {source.buf.nbytes} bytes, "
+            f"its receiver expects {dest.buf.nbytes}"
+            f"{second_line(judged(new, new), common_words(last_common_call(standings)))}"
+        )
 
 
 class LocalTransport:
@@ -119,6 +142,12 @@ class LocalTransport:
         self._me = me
         self._calls = 0
         self._groups: dict[tuple[tuple[int, ...], str], int] = {}
+        self._makings: dict[tuple[tuple[int, ...], str], int] = {}
+
+    @property
+    def shared(self) -> Group:
+        """What the members share: who looks on sees in it what is under way."""
+        return self._group
 
     # -- collectives
 
@@ -224,12 +253,26 @@ class LocalTransport:
     def group(self, ranks: tuple[int, ...], name: str) -> Transport:
         if len(ranks) == 1:
             return Alone()
+        self._compare_making(ranks, name)
         count = self._groups[ranks, name] = self._groups.get((ranks, name), 0) + 1
         shared = self._group.groups
         key = (ranks, name, count)
         if key not in shared:
             shared[key] = Group(self._group.room, tuple(self._group.ranks[r] for r in ranks), name)
         return LocalTransport(shared[key], ranks.index(self.rank), self._me)
+
+    def _compare_making(self, ranks: tuple[int, ...], name: str) -> None:
+        """The members of a group must agree on their order: they would never meet in it."""
+        who, members = self._group.ranks[self.rank], tuple(sorted(ranks))
+        count = self._makings[members, name] = self._makings.get((members, name), 0) + 1
+        all_ = self._group.makings.setdefault((members, name, count), {})
+        all_[who] = tuple([self._group.ranks[rank] for rank in ranks]), call_site()
+        orders = {rank: order for rank, (order, _) in all_.items()}
+        if len({*orders.values()}) > 1:
+            calls = told([(rank, f"of {named(order)} at {site}") for rank, (order, site) in all_.items()])
+            common = common_words(self._group.last and self._group.last.entry())
+            text = f"the making of axis {name}: {calls}{second_line(judged({}, orders), common)}"
+            self._group.room.give_up(self._me, CollectiveMismatch(text))
 
     def close(self) -> None:
         pass

@@ -27,6 +27,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpitrain.comm.open_requests import OpenRequests
+from mpitrain.errors import CommError, UserError
+
 Array = NDArray[Any]
 DType = np.dtype[Any]
 
@@ -166,7 +169,8 @@ class Lane(Protocol):
 
     The door calls `enter` and `leave` around every message of more than one rank, so both must be cheap (2 us in all).
     Neither the call site nor any text is passed: whoever reports looks at the waiting thread's frames
-    (`mpitrain.comm.site.site_of(sys._current_frames()[ident])`).
+    (`mpitrain.comm.site.site_of(sys._current_frames()[ident])`).  Checked mode knows the place of each call, and
+    tells it by `place`.
     """
 
     def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
@@ -187,8 +191,32 @@ class Lane(Protocol):
         """
         ...
 
+    def place(self, site: str, way: int) -> bool:
+        """In checked mode: where the call stands that has just been entered.
+
+        Args:
+            site: in the program.
+            way: a number for the call, equal where the same thing is done in the same place again.
+
+        Returns:
+            Whether this rank comes to it from its call before as it never did, though it goes known ways (path.py).
+        """
+        ...
+
     def leave(self) -> None:
         """The call that was entered last has returned, or failed."""
+        ...
+
+
+class AtEnd(Protocol):
+    """What a rank that has ended well leaves undone."""
+
+    def __call__(self, all_have_ended: bool) -> UserError | None:
+        """What that is; None: nothing.
+
+        Args:
+            all_have_ended: whether all ranks have, so that nobody receives any more.
+        """
         ...
 
 
@@ -199,14 +227,23 @@ class Board(Protocol):
         limit: seconds after which waiting is a hang.
         run_folder: where boards of several hosts can be read by each other; None: nowhere.
         step: the step that the rank is in, counted from 1, for reports; 0 before the first.
+        at_end: asked when the rank has ended well: what it has left undone, or None.
     """
 
     limit: float
     run_folder: str | None
     step: int
+    at_end: AtEnd | None
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
         """The lane of the communicator named `axis` whose members are the world's `ranks`."""
+        ...
+
+    def unreceived(self) -> CommError | None:
+        """Of a rank that has ended, as all have: messages that it has sent and nobody has received.
+
+        Where transports do not tell: MPI calls a short message complete when it has taken it.
+        """
         ...
 
 
@@ -216,13 +253,22 @@ class NoBoard:
     limit = 300.0
     run_folder: str | None = None
     step = 0
+    at_end: AtEnd | None = None
 
     def open(self, axis: str, ranks: tuple[int, ...]) -> Lane:
         """Itself."""
         return self
 
+    def unreceived(self) -> CommError | None:
+        """None."""
+        return None
+
     def enter(self, number: int, verb: str, shape: tuple[int, ...], dtype: DType, peer: int, tag: int = 0) -> None:
         """Note nothing."""
+
+    def place(self, site: str, way: int) -> bool:
+        """Note nothing."""
+        return False
 
     def leave(self) -> None:
         """Note nothing."""
@@ -248,6 +294,9 @@ class Mode:
             ones), and some libraries compute bytes in 32 bits; cutting at 2**27 elements costs nothing.
         unfinished: what of this rank's messages in flight needs a hand (`advance`) to move on while the rank waits for
             another one.
+        requests: of this rank that nobody has waited for, as far as they were made in checked mode.
+        within: of the op that this rank is in, and of its states, what is to stand behind a call in a report; "" if
+            nobody has told.
     """
 
     deterministic: bool = False
@@ -256,6 +305,8 @@ class Mode:
     unfinished: list[Unfinished] = field(default_factory=list)
     asked: bool = False
     holders: int = 0
+    requests: OpenRequests = field(default_factory=OpenRequests)
+    within: str = ""
 
     def hold(self, more: int) -> None:
         """One holder of checked mode more, or one fewer."""

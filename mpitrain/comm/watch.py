@@ -28,9 +28,11 @@ from collections.abc import Sequence
 from mpitrain.comm.board import Channel, FlightBoard
 from mpitrain.comm.copies import SILENCE, Copies
 from mpitrain.comm.cycle import Ring, ring
-from mpitrain.comm.hang import DEBUGGED, MAX_LINES, SILENT, STOPPED, Hang, Seen
+from mpitrain.comm.hang import DEBUGGED, SILENT, STOPPED, Hang, Seen
 from mpitrain.comm.lifeline import Lifeline
 from mpitrain.comm.page import LEFT, LOOKED, UNKNOWN_CODE, WAITING, Gone
+from mpitrain.comm.path import second_line
+from mpitrain.comm.places import named
 from mpitrain.comm.site import trail_of
 
 LOOK_SECONDS = 0.5
@@ -51,6 +53,7 @@ class Watch:
         self._suspect: tuple[int, int] | None = None  # (call, partner) of the last look
         self._ring: Ring | None = None  # of the last look
         self._ring_since = 0.0
+        self._half_checked: tuple[tuple[int, int, bool], ...] = ()  # of the last look
         self._copies = Copies(board.rank)
         self._ordinal = 0  # of the call whose waiting is counted
         self._waited = 0.0  # seconds of it
@@ -83,6 +86,7 @@ class Watch:
             self._copies.write(board.run_folder, board.page)
         if waiting is None:
             self._suspect = self._ring = None
+            self._half_checked = ()
             return
         channel, number, ordinal, _ = waiting
         missing = self._missing(channel, number)
@@ -94,6 +98,10 @@ class Watch:
             self._ring, self._ring_since = found, time.monotonic()
         elif time.monotonic() - self._ring_since >= self._proof_seconds(found) and board.current is waiting:
             self._report_ring(found)
+        mixed = self._mixed(channel, number)
+        if mixed and mixed == self._half_checked and board.current is waiting:
+            self._report_mixed(mixed)
+        self._half_checked = mixed
         if self._seconds_in(ordinal) > board.limit and board.current is waiting:
             self._report_hang(channel)
 
@@ -132,6 +140,31 @@ class Watch:
                 return rank, gone
         return None
 
+    def _all_missing(self) -> list[int]:
+        """All partners that have left without entering the call of this rank."""
+        if self._board.current is None:
+            return []
+        channel, number, *_ = self._board.current
+        pages = [(rank, self._board.pages[rank]) for rank in channel.partners if rank in self._board.pages]
+        pages = [(rank, page) for rank, page in pages if page.state == LEFT or self._board.is_dead(rank)]
+        return [rank for rank, page in pages if not page.gone().entered(channel.answer_key, number)]
+
+    def _mixed(self, channel: Channel, number: int) -> tuple[tuple[int, int, bool], ...]:
+        """Members of a collective that all wait in it, some of which compare their calls and some do not.
+
+        Of each: its rank, the ordinal of its call, and whether it compares.  Empty: it is not so, or cannot be seen.
+        """
+        pages = self._board.pages
+        found = []
+        for rank in sorted({self._board.rank, *channel.partners}):
+            call = pages[rank].current() if rank in pages else None
+            if call is None or call.peer >= 0 or call.is_wait:
+                return ()
+            if (call.key, call.number) != (channel.answer_key, number):
+                return ()
+            found.append((rank, call.ordinal, call.is_checked))
+        return tuple(found) if len({is_checked for *_, is_checked in found}) > 1 else ()
+
     def _proof_seconds(self, found: Ring) -> float:
         """How long a ring must stand: a send that nobody takes may still end by itself."""
         calls = (self._board.pages[rank].current() for rank, _ in found)
@@ -147,17 +180,25 @@ class Watch:
             how = "left" if gone.code == UNKNOWN_CODE else f"left with exit code {gone.code}"
             how += f" at {gone.where}" if gone.where else ""
         code = gone.code if gone is not None and gone.code > 0 else 1
-        call = board.page.current()
-        text = f"CommError: rank {rank} {how}, but rank {board.rank} waits for it in {call}, at {board.page.site}.\n"
-        self._end(f"left {rank}", text, code, silent=gone is not None and gone.spoke)
+        call, hang = board.page.current(), self.hang(())
+        place = (call and call.site) or board.page.site
+        what = str(call).removeprefix("wait ")
+        text = f"CommError: rank {rank} {how}, but rank {board.rank} waits for it in {what}, at {place}."
+        text += second_line(*hang.path([*self._all_missing(), board.rank]))
+        self._end(f"left {rank}", f"{text}\n", code, silent=gone is not None and gone.spoke)
 
     def _report_ring(self, found: Ring) -> None:
-        here, now = self._board.pages, time.monotonic_ns()
-        lines = [f"  rank {rank} {one}{rest}" for rank, _ in found for one, _, rest in [Seen(here[rank], now).place()]]
-        if len(lines) >= MAX_LINES:
-            lines[MAX_LINES - 2 :] = [f"  and {len(lines) - MAX_LINES + 2} more ranks"]
-        text = "\n".join(["CollectiveMismatch: ranks wait for each other, none can go on.", *lines]) + "\n"
-        self._end("ring", text, 1)
+        lines = self.hang(()).deadlock([rank for rank, _ in found])
+        self._end("ring", "\n".join(lines) + "\n", 1)
+
+    def _report_mixed(self, found: tuple[tuple[int, int, bool], ...]) -> None:
+        some, others = ([rank for rank, _, is_checked in found if is_checked is on] for on in (True, False))
+        compare = "compares its" if len(some) == 1 else "compare their"
+        head = (
+            f"CollectiveMismatch: {named(some)} {compare} calls (checked mode), {named(others)}"
+            f" {'does' if len(others) == 1 else 'do'} not."
+        )
+        self._end("half checked", "\n".join(self.hang(()).deadlock([*some, *others], head)) + "\n", 1)
 
     def _end(self, what: str, text: str, code: int, *, silent: bool = False) -> None:
         """Say `text` once, then end the job; ranks of rank 0's host speak first."""

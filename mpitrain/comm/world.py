@@ -21,7 +21,7 @@ from mpitrain.comm.alone import Alone
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.launcher import announced, check_size
 from mpitrain.comm.transport import Board, Mode, NoBoard, Transport
-from mpitrain.errors import CommError, LaunchError
+from mpitrain.errors import CommError, LaunchError, UserError
 
 SURROUNDING: ContextVar[World | None] = ContextVar("mpitrain.world", default=None)
 """The world of this rank, once it is known.  A context variable, since ranks may be threads of one process."""
@@ -47,6 +47,7 @@ class World(Communicator):
         mode: Mode | None = None,
     ) -> None:
         super().__init__("world", transport, range(transport.size), board, mode)
+        self.board.at_end = self._left_undone
         self.kind = transport.kind
         self.library = library
         self.progress = progress
@@ -55,6 +56,13 @@ class World(Communicator):
             self.set_deterministic()
         if os.environ.get("MPITRAIN_CHECK", "0") not in ("", "0"):
             self.set_checked()
+
+    def _left_undone(self, all_have_ended: bool) -> UserError | None:
+        """See `AtEnd`: requests that nobody has waited for, and messages that nobody has received."""
+        undone = self.mode.requests.left_undone(all_have_ended)
+        if undone is None and all_have_ended and self.mode.asked:
+            undone = self.board.unreceived()
+        return undone
 
     @property
     def deterministic(self) -> bool:

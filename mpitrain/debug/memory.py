@@ -31,7 +31,7 @@ import dataclasses
 import tracemalloc
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mpitrain.autograd.lazy import Lazy
@@ -147,7 +147,7 @@ class MemoryLedger:
             if tracemalloc.is_tracing():
                 tracemalloc.reset_peak()
             return
-        if kind in ("message", "arrival", "copy"):
+        if kind in ("message", "arrival", "copy", "disk"):
             return
         self._bury()
         if kind == "action":
@@ -260,7 +260,7 @@ class MemoryLedger:
         nbytes = getattr(array, "nbytes", 0)
         if not nbytes:
             return
-        base = _owner(array)
+        base = owner_of(array)
         known = self._buffers.get(id(base))
         if known is not None and known() is not base:  # it has died just now
             self._bury()
@@ -280,7 +280,7 @@ class MemoryLedger:
 
     def _rename(self, array: Array, owner: str) -> None:
         """Give a buffer this name, also in the place of a stronger one."""
-        known = self._buffers.get(id(_owner(array)))
+        known = self._buffers.get(id(owner_of(array)))
         if known is None:
             self._see(array, owner)
         elif known.owner != owner:
@@ -332,6 +332,12 @@ class MemoryLedger:
         """Take away what has died since the last event."""
         self._bury()
 
+    def alive(self, owners: Container[str]) -> list[tuple[str, str, Array]]:
+        """The arrays of these owners that are alive: (owner, module path of an activation, array)."""
+        self._bury()
+        found = [(each.owner, each.path, each()) for each in self._buffers.values() if each.owner in owners]
+        return [each for each in found if each[2] is not None]
+
     def table(self) -> str:
         """Owners, and their bytes now, at the peak, and at most."""
         self._bury()
@@ -343,7 +349,7 @@ class MemoryLedger:
         return aligned([*lines, ["all", f"{self.total:,}", f"{self.peak:,}"]])
 
 
-def _owner(array: Any) -> Any:
+def owner_of(array: Any) -> Any:
     """The array that owns the memory of a view (a mapped file counts as the first array on it)."""
     while hasattr(getattr(array, "base", None), "nbytes"):
         array = array.base

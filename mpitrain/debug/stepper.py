@@ -17,6 +17,7 @@ message, or has left.  A breakpoint that is hit stops at once.
 
 from __future__ import annotations
 
+import bdb
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -54,10 +55,11 @@ class View:
     """
 
     def __init__(self, stepper: Stepper, world: World) -> None:
-        assert isinstance(world.board, Rank), "only ranks that are threads can be stepped"
+        board: Any = world.board
+        assert isinstance(board, Rank), "only ranks that are threads can be stepped"
         self.stepper = stepper
         self.world = world
-        self.rank: Rank = world.board
+        self.rank = board
         self.event: Event | None = None
         self.open: list[Event] = []
         self.action: Action | None = None
@@ -98,6 +100,11 @@ class View:
         """The innermost of that kind that has begun and not ended."""
         return next((event for event in reversed(self.open) if event.kind == kind), None)
 
+    @property
+    def stands_before(self) -> bool:
+        """Whether the newest thing has begun, and nothing of it was done yet."""
+        return bool(self.open) and self.open[-1] is self.event
+
     def debug_by_pdb(self) -> None:
         """Have the rank's own thread stop in pdb, in the line that `frame` is in, as soon as it goes on."""
         self._pdb = True
@@ -117,9 +124,14 @@ class View:
 
     def enter_pdb(self) -> None:
         """Stop in pdb if that was asked for; in the rank's thread."""
-        if self._pdb:
-            self._pdb = False
+        if self.takes_pdb():
+            self.stepper.served = self.number
             self.stepper.pdb(self)
+
+    def takes_pdb(self) -> bool:
+        """Whether it was asked for, which is then done with."""
+        asked, self._pdb = self._pdb, False
+        return asked
 
     def _note(self, event: Event) -> None:
         self.event = event
@@ -152,6 +164,7 @@ class Stepper:
         focus: the rank that the prompt is about.
         breaks: asked at each event of each rank; a text is a reason to stop at once.
         interrupted: stop at the next event, whoever has it.
+        served: a rank that is stepped by lines: the others go on, an event at a time, as long as it waits for them.
     """
 
     def __init__(
@@ -167,6 +180,7 @@ class Stepper:
         self.focus = 0
         self.breaks: list[Callable[[View, Event], str]] = []
         self.interrupted = False
+        self.served = -1
         self.pdb: Callable[[View], None] = _pdb
         self._begun = False
         self._post_mortem = False
@@ -236,7 +250,12 @@ class Stepper:
         held = [view.number for view in self.views.values() if view.rank.held]
         if not held:
             return False
-        if self.focus not in held:
+        if self.served >= 0 and self.served not in held and not self.views[self.served].rank.left:
+            for number in held:
+                self.views[number].goal, self.views[number].rank.held = _at_once, False
+            return True
+        self.served = -1
+        if self.focus not in self.views or self.views[self.focus].rank.left:
             self.focus = held[0]
         why = "stopped" if self._begun else "start"
         self._begun = True
@@ -269,6 +288,19 @@ class Stepper:
 
         return is_there
 
+    def over(self, *, count: int = 1) -> Goal:
+        """To the next beginning on the level on which each rank stands, or further out: what is within runs through."""
+        depths = {view.number: max(1, len(view.open) + (not view.stands_before)) for view in self.views.values()}
+        left: dict[int, int] = {}
+
+        def is_there(view: View, event: Event) -> bool:
+            if event.phase != "begin" or len(view.open) > depths.get(view.number, 1):
+                return False
+            left[view.number] = left.get(view.number, count) - 1
+            return left[view.number] <= 0
+
+        return is_there
+
     @staticmethod
     def finish(depths: dict[int, int]) -> Goal:
         """To the end of what each rank is in: when no more than so many things are open, by rank."""
@@ -276,7 +308,15 @@ class Stepper:
 
 
 _OURS = tuple(
-    function.__code__ for function in (View.__call__, Stepper.arrived, Stepper.ask, Stepper.idle, Stepper.failed)
+    function.__code__
+    for function in (
+        View.__call__,
+        Stepper.arrived,
+        Stepper.ask,
+        Stepper.idle,
+        Stepper.failed,
+        bdb.Bdb.trace_dispatch,
+    )
 )
 """Where a rank's thread goes over to the debugger."""
 

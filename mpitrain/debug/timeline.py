@@ -288,7 +288,7 @@ class Measured:
 
 def _clock_offsets(axis: Communicator) -> list[float]:
     """By how many seconds each rank's clock is ahead of rank 0's; exactly 0 where it is the same clock."""
-    clocks = axis.exchange(_clock_name())
+    clocks = axis.exchange(clock_name())
     passed = []
     if any(name != clocks[0] for name in clocks):
         for _ in range(BARRIERS):
@@ -301,7 +301,7 @@ def _clock_offsets(axis: Communicator) -> list[float]:
     ]
 
 
-def _clock_name() -> str:
+def clock_name() -> str:
     """The same for all processes that share a clock, which starts when the kernel does."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

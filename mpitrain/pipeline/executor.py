@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.request import Request
 from mpitrain.data.tokens import Batch
 from mpitrain.errors import ScheduleError
-from mpitrain.events import LISTENERS, Event, Listener, alone, tell
+from mpitrain.events import STEP_LISTENERS, WITNESSES, Event, Listener, alone, tell
 from mpitrain.nn.module import Module
 from mpitrain.nn.stage_output import check_said, check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
@@ -209,6 +210,8 @@ class Executor:
                 CHECKS_PURITY.reset(purity)
                 self._running = None
                 self._broken = self.mesh.pp.size > 1 and not run.at_end
+                if self._broken:
+                    self.mesh.world.mode.requests.clear()  # nobody waits for them any more
                 self._update.settle()  # after an error, too: who looks at a weight sees the newest
         self._done(run.reports)
         return run.reports
@@ -296,11 +299,19 @@ class Executor:
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _run_all(self, run: Running) -> None:
+        witnesses = WITNESSES.get()
+        for witness in witnesses:
+            witness.row_begins(self)
         for place, action in enumerate(run.plan.row):
+            began = perf_counter_ns() if witnesses else 0
             self._act(action, run, place)
+            for witness in witnesses:
+                witness.action(action, run.number(action), began)
+        for witness in witnesses:
+            witness.row_ended(run.reports)
 
     def _act(self, action: Action, run: Running, place: int) -> None:
-        listeners = LISTENERS.get()
+        listeners = STEP_LISTENERS.get()
         if not listeners:
             self._run(action, run, place)
             return

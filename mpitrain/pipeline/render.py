@@ -16,11 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from mpitrain.pipeline.action import COMPUTE, Action
 from mpitrain.pipeline.simulate import Span, Timeline
 
-IDLE, GOES_ON, LEFT_OUT = ".", "-", "~"
+IDLE, GOES_ON, LEFT_OUT, CURSOR = ".", "-", "~", ">"
 _MOST_COLUMNS = 100_000
 
 
-def text(timeline: Timeline, width: int | None = None, blocks: int = 4) -> str:
+def text(
+    timeline: Timeline,
+    width: int | None = None,
+    blocks: int = 4,
+    heads: Sequence[str] = (),
+    cursors: Sequence[Action | None] = (),
+) -> str:
     """A table of a simulated schedule: a line for each rank, a column for each unit of time.
 
     A cell reads `F3` (`F3.1` for a slice of a sequence, `F3@4` where a rank has several stages), dashes behind it say
@@ -32,13 +38,19 @@ def text(timeline: Timeline, width: int | None = None, blocks: int = 4) -> str:
         width: characters of a line; None for lines as long as it takes.
         blocks: into how many tables, one below the other, what is wider is folded; of what is wider still the middle is
             left out, since a pipeline fills and drains at its ends.
+        heads: of the lines; `rank 0` and so on unless given.
+        cursors: of each line an action before which a `>` stands.
     """
     column, exact = _column(timeline)
     count = max(1, _place(timeline.makespan, column))
     name_of = _names(timeline)
     cell = max((len(name_of(span.action)) for span in all_drawn(timeline)), default=1)
     lanes = [_lane(drawn(spans), name_of, column, count, cell) for spans in timeline.spans]
-    heads = [f"rank {rank}" for rank in range(len(lanes))]
+    for lane, spans, cursor in zip(lanes, timeline.spans, cursors, strict=False):
+        at = next((min(_place(span.start, column), count - 1) for span in drawn(spans) if span.action == cursor), None)
+        if at is not None:
+            lane[at] = CURSOR + lane[at][1:]
+    heads = heads or [f"rank {rank}" for rank in range(len(lanes))]
     left = max(map(len, heads))
     room = count if width is None else max(1, (width - left - 1) // (cell + 1))
     shown: list[int | None] = list(range(count))

@@ -70,6 +70,8 @@ def check(printed: str) -> None:
         ("10_experts", 3),
         ("12_zero", 1),
         ("12_zero", 3),
+        ("14_console", 1),
+        ("14_console", 3),
         pytest.param("11_digits_cnn", 1, marks=DIGITS),
         pytest.param("11_digits_cnn", 3, marks=DIGITS),
     ],

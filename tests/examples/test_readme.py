@@ -39,6 +39,9 @@ MPI = "mpi"  # the small form launches MPI processes
 
 SAVED = f"python examples/train_gpt.py --run runs/a --steps 2 --stop-after 1 {TINY}"  # a run with a checkpoint
 THREE = f"python examples/train_gpt.py --run runs/a --steps 4 --save-every 1 --stop-after 3 {TINY}"  # with three
+TRACED = f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --steps 4 --trace --run runs/a {TINY} >log"
+
+RECORDED = f"mpitrain local -n 2 examples/train_gpt.py --steps 2 --record recordings/a {TINY} >log"
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # what the documents say: how it is run here, and whether that takes MPI
@@ -57,6 +60,30 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "python examples/01_autograd.py": ("python examples/01_autograd.py", ""),
     "mpitrain local -n 4 examples/02_collectives.py": ("mpitrain local -n 2 examples/02_collectives.py", ""),
     "mpitrain local -n 4 examples/03_data_parallel.py": ("mpitrain local -n 3 examples/03_data_parallel.py", ""),
+    # docs/how-to/compare-two-runs.md
+    "python examples/train_gpt.py --steps 20 --digests 10 --run runs/one": (
+        f"python examples/train_gpt.py --steps 2 --digests 1 --run runs/one {TINY}",
+        "",
+    ),
+    "mpitrain local -n 4 examples/train_gpt.py --steps 20 --dp 2 --tp 2 --digests 10 --run runs/four": (
+        f"mpitrain local -n 2 examples/train_gpt.py --steps 2 --dp 2 --digests 1 --run runs/four {TINY}",
+        "",
+    ),
+    "mpitrain compare runs/one runs/four": (
+        f"python examples/train_gpt.py --steps 2 --digests 1 --run runs/one {TINY}\n"
+        "mpitrain compare runs/one runs/one",
+        "",
+    ),
+    "python examples/train_gpt.py --steps 20 --gelu erf --digests 10 --run runs/erf": (
+        f"python examples/train_gpt.py --steps 2 --gelu erf --digests 1 --run runs/erf {TINY}",
+        "",
+    ),
+    "mpitrain compare runs/one runs/erf": (
+        f"python examples/train_gpt.py --steps 2 --digests 1 --run runs/one {TINY}\n"
+        f"python examples/train_gpt.py --steps 2 --gelu erf --digests 1 --run runs/erf {TINY}\n"
+        "mpitrain compare runs/one runs/erf --json || test $? = 1",
+        "",
+    ),
     # docs/explanation/tensor-parallelism.md
     "mpitrain local -n 4 examples/04_tensor_parallel.py": ("mpitrain local -n 2 examples/04_tensor_parallel.py", ""),
     "./run_mpi.sh -n 4 examples/train_gpt.py --tp 2": (
@@ -381,6 +408,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     # docs/explanation/checkpoints.md, docs/how-to/recover.md
+    # docs/reference/console.md
+    "mpitrain debug -n 8 examples/14_console.py": ("mpitrain debug -n 4 -c 'step; c' examples/14_console.py", ""),
+    "mpitrain debug -n 8 --commands examples/14_console.txt examples/14_console.py": (
+        "mpitrain debug -n 8 --commands examples/14_console.txt -c quit examples/14_console.py",
+        "",
+    ),
     "mpitrain local -n 4 examples/13_checkpoints.py": ("mpitrain local -n 2 examples/13_checkpoints.py", ""),
     ".venv/bin/python benchmarks/checkpoint.py": (
         f"python {ROOT}/benchmarks/checkpoint.py --small --only disk shares --rounds 1 --result small.json",
@@ -427,7 +460,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "./run_mpi.sh -n 8 examples/train_gpt.py --run runs/b --resume auto --max-seconds 7200": (
-        f"python examples/train_gpt.py --run runs/b --resume auto --max-seconds 0.001 {TINY} --steps 9 || test $? = 85\n"
+        f"python examples/train_gpt.py --run runs/b --resume auto --max-seconds 1e-3 {TINY} --steps 9 || test $? = 85\n"
         "ls -d runs/b/checkpoints/step-*",
         "",
     ),
@@ -462,6 +495,23 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     # docs/reference/checkpoint-commands.md
+    # docs/how-to/trace-a-run.md
+    "./run_mpi.sh -n 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --steps 50 --run runs/traced --trace": (
+        f"mpitrain local -n 4 examples/train_gpt.py --tp 2 --pp 2 --layers 2 --steps 2 --trace --run runs/a {TINY}",
+        "",
+    ),
+    "mpitrain trace runs/traced --html timeline.html": (
+        f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --steps 2 --run runs/traced --trace {TINY} >log\n"
+        "mpitrain trace runs/traced --html timeline.html && grep -ci doctype timeline.html",
+        "",
+    ),
+    "mpitrain local -n 8 examples/14_console.py": ("mpitrain local -n 2 examples/14_console.py", ""),
+    "mpitrain trace runs/a": (f"{TRACED}; mpitrain trace runs/a | grep 'to the byte, in each of 3 steps'", ""),
+    "mpitrain trace runs/a --step 12": (f"{TRACED}; mpitrain trace runs/a --step 2 | grep 'computed'", ""),
+    "mpitrain trace runs/a --html trace.html --perfetto trace.json.gz": (
+        f"{TRACED}; mpitrain trace runs/a --html trace.html --perfetto trace.json.gz; gunzip -t trace.json.gz",
+        "",
+    ),
     "mpitrain checkpoint inspect runs/a": (f"{SAVED}\nmpitrain checkpoint inspect runs/a", ""),
     "mpitrain checkpoint inspect runs/a/checkpoints/step-00001000 --tensors 'weight/blocks.0.mlp.*.weight'": (
         f"{SAVED}\n"
@@ -573,6 +623,32 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     # docs/how-to/find-a-mismatch.md
     "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
+    "PYTHONPATH=.:tests python tests/mismatches.py": (f"python {ROOT}/tests/mismatches.py local op dims", ""),
+    "mpirun -n 2 python benchmarks/checked_cost.py": (
+        f"mpirun -n 2 python {ROOT}/benchmarks/checked_cost.py --sizes mini --layouts dp2 --rounds 2",
+        MPI,
+    ),
+    # docs/how-to/record-and-replay.md
+    "./run_mpi.sh -n 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --steps 200 --record recordings/a"
+    " --record-steps 100:103": (
+        "./run_mpi.sh -n 2 examples/train_gpt.py --pp 2 --steps 3 --record recordings/a --record-steps 2:3"
+        f" {TINY}; mpitrain replay recordings/a --rank 1 | grep 'bit by bit the same'",
+        MPI,
+    ),
+    "mpitrain replay recordings/a": (f"{RECORDED}; mpitrain replay recordings/a | grep 'rank 1:'", ""),
+    "mpitrain replay recordings/a --rank 3": (
+        f"{RECORDED}; mpitrain replay recordings/a --rank 1 | grep 'bit by bit the same'",
+        "",
+    ),
+    "mpitrain replay recordings/a --rank 3 --pdb": (
+        f"{RECORDED}; echo 'p step' | mpitrain replay recordings/a --rank 1 --pdb | grep -A2 'first step'",
+        "",
+    ),
+    "mpitrain local -n 2 --record recordings/own sums.py": ("mpitrain local -n 2 --record recordings/own sums.py", ""),
+    "mpitrain replay recordings/own --rank 1 sums.py": (
+        "mpitrain local -n 2 --record recordings/own sums.py; mpitrain replay recordings/own --rank 1 sums.py",
+        "",
+    ),
     # docs/how-to/inject-faults.md
     './run_mpi.sh -n 4 examples/train_gpt.py --steps 50 --faults "kill rank=1 at=message:all_reduce step=12"': (
         "mpitrain local -n 2 examples/train_gpt.py --steps 4 --faults 'kill rank=1 at=message:all_reduce step=2'"
@@ -607,6 +683,7 @@ SMALLER = {  # how scripts of the documents are made small
     "resumable.py": {"load()": 'load("book.txt")', '"runs/own", 40': '"runs/own", 4', "% 10": "% 2"},
     "bits.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
     "read_one.py": {},
+    "sums.py": {},
     "own_experts.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
 }
 

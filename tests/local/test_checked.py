@@ -162,14 +162,14 @@ def message_that_nobody_sends(w: World) -> None:
 @pytest.mark.parametrize(
     ("program", "places"),
     [
-        (missing_call, ["rank 1 all_reduce (3,) float64 at", "(axis world, call 1); rank 0 has left"]),
-        (call_too_many, ["rank 1 barrier (0,) uint8 at", "(axis world, call 2); rank 0 has left"]),
-        (another_axis, ["rank 0 all_reduce (3,) float64 at", "(axis dp, call 1)", "(axis world, call 1)"]),
-        (another_order_of_axes, ["(axis dp, call 1); rank 1 all_reduce (3,) float64 at", "(axis world, call 1)"]),
-        (another_tag, ["rank 0 send (3,) float64 to rank 1 at", "tag 3, call 1", "rank 1 recv", "tag 4, call 1"]),
-        (crossed_sends, ["rank 0 send (3,) float64 to rank 1 at", "; rank 1 send (3,) float64 to rank 0 at"]),
-        (crossed_receives, ["rank 0 recv (3,) float64 from rank 1 at", "; rank 1 recv (3,) float64 from rank 0 at"]),
-        (message_that_nobody_sends, ["rank 0 barrier", "; rank 1 wait irecv (3,) float64 from rank 0 at"]),
+        (missing_call, ["rank 0 left and never", "rank 1 waits in all_reduce on world, call 1, (3,) float64, at"]),
+        (call_too_many, ["rank 0 left after barrier on world, call 1,", "rank 1 waits in barrier on world, call 2,"]),
+        (another_axis, ["rank 0 waits in all_reduce on dp, call 1,", "rank 1 waits in all_reduce on world, call 1,"]),
+        (another_order_of_axes, ["rank 0 waits in all_reduce on dp, call 1,", "rank 1 waits in all_reduce on world,"]),
+        (another_tag, ["rank 0 waits in send on world to rank 1 of it, tag 3, call 1,", "from rank 0 of it, tag 4,"]),
+        (crossed_sends, ["rank 0 waits in send on world to rank 1 of it,", "rank 1 waits in send on world to rank 0"]),
+        (crossed_receives, ["rank 0 waits in recv on world from rank 1 of it,", "rank 1 waits in recv on world from"]),
+        (message_that_nobody_sends, ["rank 0 waits in barrier", "rank 1 waits for irecv on world from rank 0 of it,"]),
     ],
 )
 def test_ranks_that_never_meet_are_told_where_they_stand(program: Callable[[World], None], places: list[str]) -> None:

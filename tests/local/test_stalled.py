@@ -25,12 +25,12 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line_and_unwinds():
 
     def rank():
         mesh = Mesh(world())
-        mesh.world.barrier()
+        mesh.world.barrier()  # HERE it meets
         try:
             if mesh.world.rank == 1:
                 while True:
                     pass  # HERE it loops
-            mesh.dp.all_reduce(ONE)
+            mesh.dp.all_reduce(ONE)  # HERE it sums
         finally:
             unwound.append(mesh.world.rank)
 
@@ -39,16 +39,18 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line_and_unwinds():
         LocalWorld(3, timeout=0.5).run(rank)
     assert time.monotonic() - began < 5
     lines = str(caught.value).splitlines()
+    barrier = f"barrier on world, call 1, (0,) uint8, at test_stalled.py:{line_of('meets')}"
     assert lines[0] == "no answer for 0.5 s (--timeout).  Rank 1 is behind: it is in no call."
     assert lines[1] in {
-        f"  rank 1 runs at test_stalled.py:{line_of('loops') - up}, after barrier (0,) uint8 (for {seconds} s)"
+        f"  rank 1 runs at test_stalled.py:{line_of('loops') - up}, after {barrier} (for {seconds} s)"
         for up in (0, 1)
         for seconds in (0, 1)
     }
-    assert lines[2].startswith("  ranks 0,2 all_reduce (3,) float32 at test_stalled.py:")
-    assert lines[2].endswith("(axis dp, call 1)")
-    assert lines[5].startswith(f"  rank 1 at test_stalled.py:{line_of('loops')}"[:-1])
-    assert "    all_reduce (3,) float32 (axis dp, call 1)" in lines
+    waits = f"all_reduce on dp, call 1, (3,) float32, at test_stalled.py:{line_of('sums')}"
+    assert lines[2] == f"  ranks 0,2 wait in {waits}"
+    assert lines[4] == f"Last common call: {barrier}"
+    assert lines[6].startswith(f"  rank 1 at test_stalled.py:{line_of('loops')}"[:-1])
+    assert f"    {waits}" in lines
     assert sorted(unwound) == [0, 1, 2]
 
 

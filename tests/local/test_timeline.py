@@ -176,7 +176,7 @@ def test_clocks_of_several_hosts_are_brought_together(monkeypatch):
             return time.perf_counter() + 1000.0 * world().rank
 
     monkeypatch.setattr(timeline, "time", Clock)
-    monkeypatch.setattr(timeline, "_clock_name", lambda: f"host {world().rank}")
+    monkeypatch.setattr(timeline, "clock_name", lambda: f"host {world().rank}")
     [measured, _], _ = watched()
     assert 0 < measured.makespan < 10_000
     sent = {span.action: span for lane in measured.spans for span in lane}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import h5py
 import hostile_checkpoints
+import recorded
 
 from mpitrain import checkpoint, config
 from mpitrain.checkpoint import foreign, foreign_walk
@@ -17,6 +18,9 @@ from mpitrain.checkpoint.tools import command
 from mpitrain.checkpoint.tools.source import Source
 from mpitrain.comm.copies import Copies
 from mpitrain.comm.world import world
+from mpitrain.compare.report import of_walk, text_of
+from mpitrain.compare.sources import source
+from mpitrain.compare.walk import walk
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import load as load_corpus
 from mpitrain.metrics import MetricsWriter, read_metrics
@@ -118,6 +122,17 @@ def metrics(path, first_step):
 
 def board(run_folder):
     return {rank: (copy.page.current(), copy.page.calls()) for rank, copy in Copies(0).read(run_folder, [0, 1]).items()}
+
+
+def replayed(folder, program):
+    """Both ranks again."""
+    return [recorded.again(folder, rank, program)[0] for rank in range(recorded.RANKS)]
+
+
+def compared(one, other):
+    """What is said of two runs with digests."""
+    found = walk(source(one, 1).digests, source(other, 2).digests)
+    return len(text_of(of_walk(found)))
 
 
 def watched(allowed, function, *arguments):

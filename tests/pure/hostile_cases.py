@@ -13,10 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import compared_runs
 import h5py
 import hostile_checkpoints as checkpoints
 import hostile_hdf5
 import numpy as np
+import recorded
 from fuzz.mangle import changed, mangled
 
 from mpitrain.checkpoint.tools import command
@@ -54,6 +56,11 @@ class Bases:
         for libver in ("earliest", "v110", "latest"):
             self.hdf5 += 8 * [_plain(folder / f"plain-{libver}.h5", libver)]
         self.hdf5.append((self.checkpoint / checkpoints.FILE).read_bytes())
+        self.recordings = {name: folder / f"recorded-{name}" for name in recorded.PROGRAMS}
+        for name, path in self.recordings.items():
+            recorded.made(path, name, steps=(3, 4) if name == "steps" else None)
+        self.digests = folder / "digested"
+        compared_runs.run(self.digests, compared_runs.case("dp2"), compared_runs.case("dp2").layout)
         self.settings = Config(steps=3, data="text").to_toml().encode()
         self.metrics = b"".join(
             b'{"step": %d, "loss": 5.%d, "lr": 1e-3, "val_loss": 4.5}\n' % (n, n) for n in range(1, 30)
@@ -179,7 +186,62 @@ def page(draw: random.Random, bases: Bases, folder: Path) -> Case:
     return Case(["board", str(folder)])
 
 
+def recording(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """What a rank sent and received: an index with other bytes, or other values and the sums they need; cut files."""
+    program = draw.choice(tuple(recorded.PROGRAMS))
+    made = folder / "r"
+    shutil.copytree(bases.recordings[program], made)
+    index, held = (draw.choice(sorted(made.glob(names))) for names in ("*.jsonl", "*.h5"))
+    match draw.randrange(5):
+        case 0:
+            index.write_bytes(mangled(draw, index.read_bytes(), index.read_bytes()))
+        case 1:
+            lines = recorded.lines_of(index)
+            place = draw.randrange(len(lines))
+            other = changed(draw, lines[place])
+            recorded.write_lines(index, [*lines[:place], other if isinstance(other, dict) else {}, *lines[place + 1 :]])
+        case 2:
+            held.write_bytes(mangled(draw, held.read_bytes(), index.read_bytes()))
+        case 3:
+            path = draw.choice((index, held))
+            path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+        case 4:
+            lines = recorded.lines_of(index)
+            draw.shuffle(lines)
+            recorded.write_lines(index, lines[: draw.randrange(1, len(lines) + 1)])
+    return Case(["replayed", str(made), program])
+
+
+def digests(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """Sums of what a run has computed: one rank's with other bytes, or other values in a line; beside sound ones."""
+    for name in ("sound", "changed"):
+        shutil.copytree(bases.digests, folder / name)
+    path = draw.choice(sorted((folder / "changed" / "digests").iterdir()))
+    text = path.read_bytes()
+    if draw.random() < 0.4:
+        text = mangled(draw, text, text)
+    else:
+        lines = text.splitlines(keepends=True)
+        place = draw.randrange(len(lines))
+        lines[place] = json.dumps(changed(draw, json.loads(lines[place]))).encode() + b"\n"
+        text = b"".join(lines)
+    path.write_bytes(text)
+    return Case(["compared", str(folder / "sound"), str(folder / "changed")])
+
+
 KINDS: dict[str, Callable[[random.Random, Bases, Path], Case]] = {
     function.__name__: function
-    for function in (hdf5, sealed_hdf5, damaged_checkpoint, sealed_manifest, one_file, settings, data, metrics, page)
+    for function in (
+        hdf5,
+        sealed_hdf5,
+        damaged_checkpoint,
+        sealed_manifest,
+        one_file,
+        settings,
+        data,
+        metrics,
+        page,
+        recording,
+        digests,
+    )
 }

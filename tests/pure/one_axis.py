@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.autograd import Tape, Tensor
+from mpitrain.comm.transport import Mode
 from mpitrain.debug.states import StateChecker
 from mpitrain.events import listen
 
@@ -60,6 +62,7 @@ class Grid:
         self.sizes = {axis: N if axis in axes else 1 for axis in ("pp", "edp", "ep", "cp", "tp")}
         self.coords = dict.fromkeys(self.sizes, 0)
         self.edp = self.ep = self.cp = self.tp = Axis()
+        self.world = SimpleNamespace(mode=Mode())
 
 
 def states_of(program, *inputs, axis="tp"):

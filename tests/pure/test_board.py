@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpitrain.comm import board_file, watch
-from mpitrain.comm.board import FlightBoard
+from mpitrain.comm.board import BoardLane, FlightBoard
 from mpitrain.comm.board_file import BoardFile, sweep
 from mpitrain.comm.page import KEPT_CALLS, LEFT, RUNNING, WAITING, Gone
 from mpitrain.comm.watch import Watch
@@ -388,7 +388,8 @@ def test_ranks_that_wait_for_each_others_messages_end_at_the_second_look(
     with pytest.raises(Ended):
         look.look()
     tag = f", tag {tags[0]}" if tags[0] else ""
-    assert f"  rank 0 waits in {mine} on world from rank 2 of it{tag}, call 1, (2,) float32" in capfd.readouterr().err
+    waits = f"for {mine[5:]}" if mine.startswith("wait ") else f"in {mine}"
+    assert f"  rank 0 waits {waits} on world from rank 2 of it{tag}, call 1, (2,) float32" in capfd.readouterr().err
 
 
 def test_a_message_with_another_tag_is_not_the_one_that_is_waited_for(boards: list[FlightBoard]) -> None:
@@ -451,3 +452,100 @@ def test_a_rank_whose_own_page_is_full_proves_no_ring(boards: list[FlightBoard])
     lanes[0].enter(1, "recv", (2,), F4, 1, 900)  # under way, but this page has no room for its channel
     lanes[1].enter(1, "barrier", (), F4, -1)
     looks_of(boards)
+
+
+def test_a_member_that_has_not_made_the_axis_and_waits_elsewhere_is_in_a_ring(
+    boards: list[FlightBoard], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its page says nothing of that axis; that of the one who waits there tells its members."""
+    boards[1].open("line", (0, 1, 2)).enter(1, "barrier", (0,), F4, -1)
+    worlds = [board.open("world", (0, 1, 2)) for board in boards]
+    worlds[2].enter(1, "all_reduce", (2,), F4, -1)
+    look = look_of(boards[2])
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+    said = capfd.readouterr().err
+    assert "  rank 1 waits in barrier on line, call 1, (0,) float32" in said
+    assert "  rank 2 waits in all_reduce on world, call 1, (2,) float32" in said
+
+
+def test_calls_with_places_tell_who_left_the_path_and_the_last_common_call(
+    boards: list[FlightBoard], capfd: pytest.CaptureFixture[str]
+) -> None:
+    lanes = [board.open("world", (0, 1, 2)) for board in boards]
+    others = [board.open("dp", (0, 1, 2)) for board in boards]
+
+    def call(rank: int, lane: BoardLane, number: int, verb: str, line: int) -> None:
+        lane.enter(number, verb, (2,), F4, -1)
+        lane.place(f"train.py:{line}", line)
+        if rank >= 0:
+            lane.leave()
+
+    for turn in range(3):
+        for rank, lane in enumerate(lanes):
+            call(rank, lane, 2 * turn + 1, "barrier", 5)
+            if turn < 2:
+                call(rank, lane, 2 * turn + 2, "all_reduce", 6)
+    for rank in (0, 1):
+        call(-1, lanes[rank], 6, "all_reduce", 6)
+    call(-1, others[2], 1, "all_reduce", 9)
+    look = look_of(boards[0])
+    look.look()
+    with pytest.raises(Ended):
+        look.look()
+    assert capfd.readouterr().err.splitlines() == [
+        "CollectiveMismatch: ranks wait for each other, none can go on."
+        "  Rank 2 left the path: a new turn for it alone.",
+        "  ranks 0,1 wait in all_reduce on world, call 6, (2,) float32, at train.py:6",
+        "  rank 2 waits in all_reduce on dp, call 1, (2,) float32, at train.py:9",
+        "  Last common call: barrier on world, call 5, (2,) float32, at train.py:5",
+    ]
+
+
+def test_what_was_sent_and_not_received_is_told_when_all_have_ended(boards: list[FlightBoard]) -> None:
+    lanes = [board.open("pp", (0, 1, 2)) for board in boards]
+    for number in (1, 2):
+        lanes[0].enter(number, "isend", (4,), F4, 1, 7)
+        lanes[0].place("train.py:9", 9)
+        lanes[0].leave()
+    lanes[1].enter(1, "recv", (4,), F4, 0, 7)
+    lanes[1].leave()
+    assert str(boards[0].unreceived()) == (
+        "the program ends, and nobody has received what was sent:\n"
+        "  rank 0: isend on pp to rank 1 of it, tag 7, call 2, (4,) float32, at train.py:9"
+    )
+    lanes[1].enter(2, "irecv", (4,), F4, 0, 7)
+    lanes[1].leave()
+    assert boards[0].unreceived() is None
+    assert boards[1].unreceived() is None
+
+
+@pytest.mark.parametrize("checked", [(0, 1), (0, 1, 2), ()])
+def test_checked_mode_on_some_ranks_only_ends_the_job_at_the_second_look(
+    boards: list[FlightBoard], capfd: pytest.CaptureFixture[str], checked: tuple[int, ...]
+) -> None:
+    lanes = [board.open("world", (0, 1, 2)) for board in boards]
+    for rank, lane in enumerate(lanes):
+        lane.enter(1, "all_reduce", (2,), F4, -1)
+        if rank in checked:
+            lane.place("train.py:6", 6)
+    look = look_of(boards[2])
+    look.look()
+    if len(checked) != 2:
+        look.look()
+        return
+    with pytest.raises(Ended):
+        look.look()
+    said = capfd.readouterr().err
+    assert said.startswith("CollectiveMismatch: ranks 0,1 compare their calls (checked mode), rank 2 does not.\n")
+
+
+def test_a_site_that_finds_no_room_leaves_the_call_checked(boards: list[FlightBoard]) -> None:
+    lane = boards[0].open("world", (0, 1, 2))
+    for number in range(1, 2000):
+        lane.enter(number, "barrier", (0,), F4, -1)
+        lane.place(f"a_file_with_a_long_name_{number}.py:{number}", number)
+    call = boards[1].pages[0].current()
+    assert call is not None
+    assert (call.site, call.is_checked, call.number) == ("", True, 1999)

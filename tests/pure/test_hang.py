@@ -172,8 +172,11 @@ def test_last_calls_are_told_newest_first_and_all_of_them_stand_in_the_file(
     path = hang.write(str(tmp_path))
     assert path == str(tmp_path / "hang-report.txt")
     rest = hang.rest(path)
-    assert rest[1] == f"Last calls, the newest first; more of them: {path}."
-    assert [line.split(", ")[1] for line in rest if "all_reduce" in line] == [
+    assert rest[1:3] == [
+        "Last common call: all_reduce on dp, call 39, (39,) float32",
+        f"Last calls, the newest first; more of them: {path}.",
+    ]
+    assert [line.split(", ")[1] for line in rest if "    all_reduce" in line] == [
         f"call {number}" for number in (39, 38, 37, 36, 40, 39, 38, 37)
     ]
     whole = Path(path).read_text()

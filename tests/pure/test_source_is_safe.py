@@ -30,6 +30,7 @@ NAMES_OF_MODULES = {
 IMPORTS = {
     "mpitrain/__init__.py": "names in a table of its own",
     "mpitrain/verify/run.py": "the script that the user names",
+    "mpitrain/replay/run.py": "the same; never one that a recording names",
 }
 """Files that import, or run, a module by a name which is not written there."""
 WRITES = {
@@ -44,9 +45,15 @@ WRITES = {
     "mpitrain/checkpoint/tools/command.py": "/dev/null",
     "mpitrain/checkpoint/folders.py": "the lock of a run, O_NOFOLLOW",
     "mpitrain/checkpoint/tools/onefile.py": "a file that it has just made, O_NOFOLLOW",
+    "mpitrain/debug/console/terminal.py": "what was typed at the console, O_EXCL, O_NOFOLLOW",
+    "mpitrain/compare/command.py": "/dev/null",
+    "mpitrain/debug/digests/writing.py": "appends to a file that it opens as no link",
     "mpitrain/faults/injector.py": "notes of faults, O_EXCL",
     "mpitrain/memory/store_file.py": "files of offloaded tensors, O_EXCL",
+    "mpitrain/replay/run.py": "in a temporary folder of its own",
     "mpitrain/schedule/command.py": "a picture where the user says",
+    "mpitrain/trace/command.py": "/dev/null",
+    "mpitrain/trace/perfetto.py": "a draft beside the file that the user names, made by disk",
     "mpitrain/verify/command.py": "in a temporary folder of its own; /dev/null",
     "mpitrain/verify/launch.py": "in a temporary folder of its own",
     "mpitrain/verify/report.py": "a report where the user says",

@@ -79,6 +79,7 @@ class StateChecker:
         self._batch = BatchArrays(None, self._axes)
         self._begun: list[_Begun] = []
         self._watches = False
+        self._mode = mesh.world.mode
 
     # -- what a program calls -----------------------------------------------------------------------------------------
 
@@ -200,7 +201,9 @@ class StateChecker:
             if event.info["function"] is Recompute:
                 self._recompute(event.phase, event.info)
             elif "node" in event.info:
-                if event.phase == "end":
+                begins = event.phase == "begin"
+                self._mode.within = event.name if begins and issubclass(event.info["function"], Arrow) else ""
+                if not begins:
                     self._went_back(event.info)
             elif event.phase == "begin":
                 self._begin(event.info, _site())
@@ -258,6 +261,23 @@ class StateChecker:
                 x.version = p.version
                 self._note([p.data], filter(x.is_same, self._axes), partial(report.weight, p.name, x))
         self._begun.append(_Begun(inputs, call, known, Known(states, origins, place, frozenset(own))))
+        self._mode.within = self._in_words(place, known, states, sends_over) if sends_over else ""
+
+    def _in_words(
+        self,
+        place: Place,
+        known: Sequence[Known | None],
+        states: Mapping[str, tuple[State, ...]],
+        sends_over: Sequence[str],
+    ) -> str:
+        """An op that sends, for reports about its messages: `all_reduce in blocks.0.mlp: Partial -> Invariant`."""
+        title = f"{place.op} in {place.path}" if place.path else place.op
+        for axis in sends_over:
+            before = next((x.states[axis] for x in known if x is not None and axis in x.states), ())
+            after = states.get(axis, ())
+            if before and after:
+                return f"{title}: {before[0]} -> {after[0]}"
+        return title
 
     def _end(self, info: Mapping[str, Any]) -> None:
         """Give the outputs the states that were found, and note digests of what should be the same everywhere."""
@@ -267,6 +287,7 @@ class StateChecker:
                 break
         else:
             return
+        self._mode.within = ""
         outputs, function = info["outputs"], info["function"]
         if not issubclass(function, Arrow):
             self._check_shape(call, known, result, outputs)
