@@ -3,7 +3,7 @@
     mpitrain local -n 1 examples/bugs/02_learns_nothing.py        loss 0.1493 after 60 steps
     mpitrain local -n 2 examples/bugs/02_learns_nothing.py        loss 1.0932: as good as guessing
 
-The points of a batch are put in another order each time, so that no micro-batch has all of one class.
+The points of a batch are shuffled before they are cut into micro-batches, so that none has all of one class.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from points import CLASSES, Points, spirals
 
 from mpitrain import Executor, Mesh, Module, Sgd, Tensor, one_stage, with_update, world
-from mpitrain.autograd.ops import gelu_tanh, mean
+from mpitrain.autograd.ops import gelu_tanh
 from mpitrain.nn import init
 from mpitrain.nn.layers import Linear
 from mpitrain.nn.loss import cross_entropy
@@ -30,7 +30,7 @@ class Net(Module):
 
     def forward(self, batch: Points) -> Tensor:
         hidden = gelu_tanh(self.up(Tensor(batch.inputs)))
-        self.activity.append(mean(hidden))
+        self.activity.append(hidden)
         return cross_entropy(self.down(hidden), batch.targets)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     for step in range(30):
         loss = executor.step(spirals(step, mesh.dp.rank, mesh.dp.size, BATCH))
     if mesh.is_reporter:
-        activity = np.mean([float(each.data) for each in model.activity])
+        activity = np.mean([each.data.mean() for each in model.activity])
         print(f"loss {loss:.4f}, mean activity {activity:.3f}")
 
 

@@ -43,6 +43,23 @@ TRACED = f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --steps 4 --trace --
 
 RECORDED = f"mpitrain local -n 2 examples/train_gpt.py --steps 2 --record recordings/a {TINY} >log"
 
+HUNTED = [  # played whole, and compared with what the pages show, by tests/local/test_bug_hunt.py
+    (how, f"examples/bugs/{name}.py")
+    for name, commands in {
+        "00_first": "local -n 1, local -n 4, debug -n 4",
+        "01_worse_on_more_ranks": "local -n 1, local -n 4, debug -n 4",
+        "02_learns_nothing": "local -n 1, local -n 2, debug -n 2",
+        "03_nobody_goes_on": "local -n 4, debug -n 4",
+        "04_not_a_number": "local -n 4, debug -n 4",
+        "05_stands_still": "local -n 2, debug -n 2",
+        "06_fits_on_two": "local -n 2, local -n 4, debug -n 4",
+        "07_the_last_batch": "local -n 4, debug -n 4",
+        "08_drifts_apart": "local -n 1, local -n 4, debug -n 4",
+        "09_grows": "debug -n 2",
+    }.items()
+    for how in commands.split(", ")
+]
+
 COMMANDS: dict[str, tuple[str, str]] = {
     # what the documents say: how it is run here, and whether that takes MPI
     "./run_mpi.sh -n 8 examples/train_gpt.py": (f"./run_mpi.sh -n 2 examples/train_gpt.py --steps 3 {TINY}", MPI),
@@ -496,6 +513,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     # docs/reference/checkpoint-commands.md
     # docs/how-to/trace-a-run.md
+    "mpirun -n 8 python examples/train_gpt.py --run runs/a --trace": (
+        f"mpirun -n 2 python examples/train_gpt.py --run runs/a --trace --steps 2 {TINY}; ls runs/a/trace",
+        MPI,
+    ),
     "./run_mpi.sh -n 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --steps 50 --run runs/traced --trace": (
         f"mpitrain local -n 4 examples/train_gpt.py --tp 2 --pp 2 --layers 2 --steps 2 --trace --run runs/a {TINY}",
         "",
@@ -621,6 +642,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain verify --layout dp2 --layout dp4,full --first 2 bits.py",
         "",
     ),
+    # docs/how-to/hunt-bugs.md, docs/tutorials/your-first-distributed-bug.md
+    **{
+        f"mpitrain {how} {script}": (f"mpitrain debug -n 1 -c quit {script}" if "debug" in how else f"ls {script}", "")
+        for how, script in HUNTED
+    },
+    "mpirun -n 4 python examples/bugs/10_slow.py": ("mpirun -n 2 python examples/bugs/10_slow.py", MPI),
+    "mpitrain trace runs/slow": (f"{TRACED}; mpitrain trace runs/a", ""),
     # docs/how-to/find-a-mismatch.md
     "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
     "PYTHONPATH=.:tests python tests/mismatches.py": (f"python {ROOT}/tests/mismatches.py local op dims", ""),

@@ -17,14 +17,18 @@ from mpitrain.comm.payload import LIKE_BLOCKING
 from mpitrain.comm.world import world
 from mpitrain.config import parse
 from mpitrain.data.tokens import Batch
+from mpitrain.debug.trace import notes as n
 from mpitrain.debug.trace import tracer as module
 from mpitrain.debug.trace.files import read
 from mpitrain.debug.trace.records import KIND
+from mpitrain.debug.trace.sorter import Sorter
 from mpitrain.debug.trace.tracing import tracing
+from mpitrain.debug.trace.writer import Writer
 from mpitrain.errors import ConfigError, UserError
 from mpitrain.events import LISTENERS, STEP_LISTENERS, WITNESSES, alone, listen
 from mpitrain.models.gpt import GPT, GPTConfig
 from mpitrain.optim import AdamW
+from mpitrain.pipeline.action import Action
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.passes import complete
 
@@ -40,9 +44,9 @@ def batches(mesh, steps=STEPS, rows=8):
         yield Batch(tokens[mine, :-1], tokens[mine, 1:], mine, np.arange(SIZES.seq_len), step)
 
 
-def training(mesh, microbatches=2):
+def training(mesh, microbatches=2, name="1f1b"):
     model = GPT(SIZES, mesh, seed=1)
-    rows = complete("1f1b", ranks=mesh.pp.size, microbatches=microbatches)
+    rows = complete(name, ranks=mesh.pp.size, microbatches=microbatches)
     return Executor(model, AdamW(model.shares(), lr=1e-3), mesh, rows)
 
 
@@ -61,7 +65,9 @@ def run(folder, ranks=4, steps=STEPS, inside=None, **how):
                     inside(mesh, batch)
                 losses.append(executor.step(batch))
             after = {name: axis.sent_bytes for name, axis in axes.items()}
-        sent = {(axis, verb): n - before[axis].get(verb, 0) for axis, of in after.items() for verb, n in of.items()}
+        sent = {
+            (axis, verb): count - before[axis].get(verb, 0) for axis, of in after.items() for verb, count in of.items()
+        }
         return losses, sent
 
     return LocalWorld(ranks).run(main)
@@ -89,8 +95,9 @@ def test_every_byte_that_the_door_counts_is_in_the_trace(traced):
         for span in rank.of_kind("message"):
             verb = rank.strings[span["name"]]
             summed[rank.strings[span["axis"]], LIKE_BLOCKING.get(verb, verb)] += span["bytes"]
-        assert {key: n for key, n in summed.items() if n} == pytest.approx({key: n for key, n in sent.items() if n})
+        assert +summed == pytest.approx(+Counter(sent))
         assert len(summed) >= 3
+        assert not rank.of_kind("wait", "arrival")["bytes"].any()  # each is counted once
 
 
 def test_every_call_of_an_axis_is_there_once(traced):
@@ -258,6 +265,69 @@ def test_a_step_that_an_error_ends_leaves_a_whole_trace(tmp_path):
         actions = [name for (name,) in texts(rank, rank.of_kind("action"), "name")]
         row = ["LOAD0@0", "LOAD1@0", "COUNT@0", "F0@0", "B0@0", "F1@0", "B1@0", "REDUCE@0", "STEP@0"]
         assert actions == row + row[: row.index("B0@0")] + row
+        of_step = [rank.spans[rank.spans["step"] == step["step"]] for step in rank.steps]
+        assert of_step[0]["depth"].tolist() == of_step[2]["depth"].tolist()
+        broken = of_step[1][of_step[1]["action"] == 0]  # it is not known in which action it was
+        names = [name for (name,) in texts(rank, broken, "name")]
+        assert [name for name in names if name.endswith(".backward")]
+        assert "attention.backward" not in names
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_activations_are_what_the_tapes_in_flight_hold(tmp_path, name):
+    """Also between the two halves of a backward, which a part of the tape outlives."""
+
+    def main():
+        mesh = Mesh(world(), pp=2)
+        executor = training(mesh, name=name)
+        there = []
+
+        def look(event):
+            if (event.kind, event.phase) == ("action", "end"):
+                there.append(sum(flight.tape.nbytes for flight in executor._running.flying.values()))
+
+        with tracing(world(), tmp_path), listen(look):
+            for batch in batches(mesh, 2):
+                executor.step(batch)
+        return there
+
+    found = LocalWorld(2).run(main)
+    for there, rank in zip(found, read(tmp_path).ranks, strict=True):
+        held = [row for row in rank.memory.tolist() if rank.strings[row[2]] == "activations"]
+        actions = rank.of_kind("action")
+        assert len(actions) == len(there)
+        for end, nbytes in zip([*actions["start"][1:], 1 << 62], there, strict=True):  # noted before the next begins
+            assert ([0] + [nbytes for time, _, _, nbytes in held if time <= end])[-1] == nbytes
+        assert len(set(there)) > (1 if name == "1f1b" else 2)
+
+
+def test_where_a_message_is_from_is_not_guessed(tmp_path):
+    """An action that sends something else in a step without ops: nobody has looked, and nothing is said."""
+    sites = {(1, 1): "a.py:1", (2, 2): "b.py:2"}
+    made = Writer(tmp_path, {"rank": 0, "size": 2, "host": "", "clock": "", "began": 0.0, "facts": {}})
+    sorter = Sorter(made, sites.__getitem__)
+    made.meet("dp", (0, 1))
+    small, large = (("all_reduce", "dp", -1, 0, (size,), np.dtype("f4"), 4.0 * size) for size in (1, 2))
+    action = Action("REDUCE")
+
+    def row(step, looked, *sent):
+        seen = [((place, place), f"part{place}") if looked else None for place, _ in sent]
+        notes = [(n.MESSAGE, at, at, seen[at], what, at) for at, (_, what) in enumerate(sent)]
+        return [(n.ROW, looked), *notes, (n.ACTION, 0, 9, action, step), (n.ROW_ENDS, [])]
+
+    both = (1, small), (2, large)
+    sorter.sort([*row(1, True, *both), *row(2, False, *both), *row(3, False, both[1]), *row(4, False, *both)])
+    sorter.close()
+    rank = read(tmp_path).ranks[0]
+    messages = rank.of_kind("message")
+    told = [(int(span["step"]), rank.strings[span["site"]], rank.strings[span["path"]]) for span in messages]
+    known = [("a.py:1", "part1"), ("b.py:2", "part2")]
+    assert sorted(told) == [
+        *((1, *w) for w in known),
+        *((2, *w) for w in known),
+        (3, "", ""),
+        *((4, *w) for w in known),
+    ]
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, capsys):

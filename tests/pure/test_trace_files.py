@@ -198,6 +198,16 @@ def test_a_disk_that_is_full_ends_the_trace_with_one_warning(tmp_path, capsys, c
     assert not (tmp_path / MARK).exists()
 
 
+def test_a_rank_that_comes_to_a_full_disk_last_says_so_too(tmp_path, capsys):
+    """Those that have ended took the mark away, and nobody has said anything."""
+    ranks = [Writer(tmp_path, head(rank=rank)) for rank in range(2)]
+    os.close(disk.create(tmp_path / MARK))
+    ranks[0].close()
+    with listen(refusing(errno.ENOSPC, after=0)):
+        assert not ranks[1].write(rows(1, add(ranks[1])))
+    assert capsys.readouterr().err.startswith("rank 1: the trace ends after step 0")
+
+
 def test_a_disk_that_is_full_when_a_file_begins_ends_the_trace_too(tmp_path, capsys):
     made = Writer(tmp_path, head(), limit=1)
     os.close(disk.create(tmp_path / MARK))

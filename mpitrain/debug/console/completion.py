@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,8 @@ def _behind(console: Console, command: Command, words: Sequence[str]) -> Iterabl
         case "step" | "next" | "finish" | "continue":
             if "rank" in words:
                 return _ranks(console)
-            return ["rank", *(("action", "op", "message") if command.name in ("step", "next") else ())]
+            kinds = ("action", "op", "message", *_kinds(console)) if command.name in ("step", "next") else ()
+            return ["rank", *kinds]
         case "rank" | "stack" | "pdb" | "backward":
             return _ranks(console)
         case "where" | "pipeline":
@@ -107,7 +109,7 @@ def _of_clause(console: Console, last: str, first: bool, actions: bool) -> Itera
             return [">", "<"]
         case "step" | "micro":
             return []
-    return [*WORDS, *(_actions(console) if first and actions else ())]
+    return [*WORDS, *(_kinds(console) if first else ()), *(_actions(console) if first and actions else ())]
 
 
 def _ranks(console: Console) -> list[str]:
@@ -125,6 +127,10 @@ def _parameters(console: Console) -> list[str]:
 def _actions(console: Console) -> set[str]:
     rows = [view.executor.row for view in console.stepper.views.values() if view.executor is not None]
     return {str(action) for row in rows for action in row}
+
+
+def _kinds(console: Console) -> set[str]:
+    return {re.split(r"[0-9@]", action, maxsplit=1)[0] for action in _actions(console)}
 
 
 def _ops(console: Console) -> set[str]:

@@ -21,11 +21,12 @@ from typing import NamedTuple
 from mpitrain.comm.payload import LIKE_BLOCKING
 from mpitrain.debug.console.clauses import COMPARISONS, Happening, test_of
 from mpitrain.errors import ConsoleError
+from mpitrain.pipeline.action import PER_MICRO, PER_STEP
 
 MOST_CHARACTERS = 1000  # of a condition
 
 WORDS: Mapping[str, str] = {
-    "action": "F3@1, a pattern as F*@1, or a kind as SEND_F",
+    "action": "F3@1, a pattern as F*@1, or a kind as F or STEP",
     "op": "gelu or gelu.backward; * stands for anything",
     "message": "its verb: all_reduce (also iall_reduce, which does not wait), send, wait",
     "axis": "on which a message goes: dp, tp, world",
@@ -148,7 +149,7 @@ def _clause(word: str, words: list[str]) -> Clause:
     """The clause that begins with `word`; takes its value from the `words` behind it."""
     name = _ALIASES.get(word, word)
     if name not in WORDS:
-        if _ACTION.fullmatch(word):
+        if is_action(word):
             return Clause("action", word)
         if _LINE.fullmatch(word):
             return Clause("at", word)
@@ -171,6 +172,11 @@ def _clause(word: str, words: list[str]) -> Clause:
     if name == "at" and not _LINE.fullmatch(value):
         raise ConsoleError(f"at {value}: a file and a line, as train.py:31")
     return Clause(name, value)
+
+
+def is_action(word: str) -> bool:
+    """Whether a word says which action without `action` before it: `F3@1`, `F*@1`, or a kind as `STEP`."""
+    return word in (*PER_MICRO, *PER_STEP) or _ACTION.fullmatch(word) is not None
 
 
 def _is_number(text: str) -> bool:

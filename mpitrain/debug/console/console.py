@@ -11,7 +11,6 @@ Exactly one of all these threads works at a time, so a command looks at every ra
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -84,7 +83,7 @@ class Console:
         return int(code)
 
     def _end(self) -> None:
-        if self.over:
+        if self.over or not self.stepper.views:  # quit, or a script that cannot be run, of which the reason was told
             return
         left = self.terminal.left
         if left:
@@ -243,8 +242,12 @@ class Console:
 
     def _stand(self, why: str) -> None:
         """One stay at the prompt; returns when ranks are to go on."""
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             self._greet(why)
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:  # of what is looked at: it must not cost the session
+            self.terminal.warn(f"a mistake of the console: {failure.place_of(error)}")
         while not self._obey(self._next_line()):
             pass
 

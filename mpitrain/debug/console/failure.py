@@ -17,11 +17,20 @@ def told(view: View) -> str:
     """How a rank has failed, in few lines."""
     error = view.error
     if isinstance(error, SystemExit):
-        return f"rank {view.number} left with exit code {code_of(error)}"
+        said = f": {error.code}" if isinstance(error.code, str) else ""
+        return f"rank {view.number} left with exit code {code_of(error)}{said}"
     if isinstance(error, UserError):
         return f"{type(error).__name__}: {error}"
-    text = f"rank {view.number} failed: {type(error).__name__}: {error}"
+    text = f"rank {view.number} failed: {type(error).__name__}: {_text_of(error)}".rstrip(": ")
     return "\n".join(text.split("\n")[:MOST_LINES])
+
+
+def _text_of(error: BaseException | None) -> str:
+    """Its text, which is code of the script and may fail itself."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"its text cannot be made: {type(other).__name__}"
 
 
 def has_traceback(error: BaseException | None) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpitrain.debug.console.clauses import Happening, ranges
-from mpitrain.debug.console.conditions import RANGES, Condition, parse
+from mpitrain.debug.console.conditions import RANGES, Condition, is_action, parse
 from mpitrain.debug.stepper import Goal, View
 from mpitrain.errors import ConsoleError
 from mpitrain.events import Event
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from mpitrain.debug.console.console import Console
 
 HELP_STEP = """\
-step [action | op | message] [N] [rank LIST]      each rank to its next action, op or message
+step [action | op | message | ACTION] [N] [rank LIST]      each rank to its next action, op or message
   Without a kind to whichever comes first: into an action to its ops, into an op to its messages.
-  N: to the N-th.  All ranks go, in lock step: each stands there until the others are there, too, or
+  ACTION: to the next of those: step F, step B*@1.  N: to the N-th.  All ranks go, in lock step: each stands there until the others are there, too, or
   wait for a message, or have ended.  With rank 2 or rank 0,3 only those go; what they need of others
   does not come then, and waits shows it."""
 
 HELP_NEXT = """\
-next [action | op | message] [N] [rank LIST]      the same, to the next on the level of each rank
+next [action | op | message | ACTION] [N] [rank LIST]      the same, to the next on the level of each rank
   From an op to the next op of that action, from an action to the next action; what is within runs
   through.  With a kind it is step."""
 
@@ -34,7 +34,7 @@ HELP_FINISH = """\
 finish [rank LIST]      each rank to the end of what it is in: show output is what that has made"""
 
 HELP_TO = """\
-to CONDITION      each rank to where a condition holds: to F3@1, to message all_reduce, to step 5
+to CONDITION      each rank to where a condition holds: to F3@1, to STEP, to message all_reduce, to step 5
   Conditions are those of break.  Ranks for which it never holds go on as far as messages let them."""
 
 HELP_CONTINUE = """\
@@ -47,6 +47,7 @@ _MOST_OF_A_ROW = 300  # characters
 
 class _Asked(NamedTuple):
     kind: str  # "" for any
+    action: str  # pattern or kind of action; "" for any
     times: int
     only: Container[int] | None
 
@@ -54,6 +55,8 @@ class _Asked(NamedTuple):
 def step(console: Console, words: str) -> bool:
     """To the next action, op or message, whichever comes first: into what stands next."""
     asked = _read(console, "step", words)
+    if asked.action:
+        return _to(console, asked)
     kinds = (asked.kind,) if asked.kind else KINDS
     return _go(console, console.stepper.next(*kinds, count=asked.times), asked.only)
 
@@ -61,6 +64,8 @@ def step(console: Console, words: str) -> bool:
 def next_(console: Console, words: str) -> bool:
     """To the next thing on the same level: what is within runs through; with a kind as step."""
     asked = _read(console, "next", words)
+    if asked.action:
+        return _to(console, asked)
     if asked.kind:
         return _go(console, console.stepper.next(asked.kind, count=asked.times), asked.only)
     return _go(console, console.stepper.over(count=asked.times), asked.only)
@@ -69,7 +74,7 @@ def next_(console: Console, words: str) -> bool:
 def finish(console: Console, words: str) -> bool:
     """To the end of what each rank is in."""
     asked = _read(console, "finish", words)
-    if asked.kind or asked.times != 1:
+    if asked.kind or asked.action or asked.times != 1:
         raise ConsoleError("finish takes no more than ranks: finish rank 2")
     depths = {number: max(0, len(view.open) - 1) for number, view in console.stepper.views.items()}
     return _go(console, console.stepper.finish(depths), asked.only)
@@ -78,7 +83,7 @@ def finish(console: Console, words: str) -> bool:
 def continue_(console: Console, words: str) -> bool:
     """To the next breakpoint, or the end."""
     asked = _read(console, "continue", words)
-    if asked.kind or asked.times != 1:
+    if asked.kind or asked.action or asked.times != 1:
         raise ConsoleError("continue takes no more than ranks: continue rank 2")
     return _go(console, None, asked.only)
 
@@ -90,30 +95,46 @@ def to(console: Console, words: str) -> bool:
     condition = parse(words)
     if condition.is_a_place:
         return _go(console, _place(condition), None)
-    goal = _To(console, condition)
+    return _go_to(console, _To(console, condition), None)
+
+
+def _to(console: Console, asked: _Asked) -> bool:
+    """To the next action of a name or kind, or the N-th."""
+    return _go_to(console, _To(console, parse(f"action {asked.action}"), asked.times), asked.only)
+
+
+def _go_to(console: Console, goal: _To, only: Container[int] | None) -> bool:
     if goal.is_nowhere():
         raise ConsoleError(goal.why)
-    return _go(console, goal, None)
+    return _go(console, goal, only)
 
 
 class _To:
     """To where a condition holds; no further than to the first action if it names one that no rank has in its row.
 
+    Args:
+        console: the session.
+        condition: that must hold.
+        times: how often it has to.
+
     Attributes:
         why: it is nowhere, in words.
     """
 
-    def __init__(self, console: Console, condition: Condition) -> None:
+    def __init__(self, console: Console, condition: Condition, times: int = 1) -> None:
         named = next((value for word, value in condition.clauses if word == "action"), "")
         self._console = console
         self._condition = condition
+        self._times = times
+        self._held: dict[int, int] = {}
         self._unsure = "" if set("*?[") & set(named) else named
         self.why = ""
 
     def __call__(self, view: View, event: Event) -> bool:
         """See `Goal`."""
         if self._condition.holds(_happening(view, event)):
-            return True
+            self._held[view.number] = self._held.get(view.number, 0) + 1
+            return self._held[view.number] >= self._times
         if event.kind == "action" and event.phase == "begin" and self.is_nowhere():
             self._console.remark = self.why
             return True
@@ -149,7 +170,7 @@ def _happening(view: View, event: Event) -> Happening:
 
 
 def _read(console: Console, name: str, words: str) -> _Asked:
-    """`[action|op|message] [N] [rank LIST]`."""
+    """`[action|op|message|ACTION] [N] [rank LIST]`."""
     rest = words.split()
     only: Container[int] | None = None
     if "rank" in rest:
@@ -162,15 +183,17 @@ def _read(console: Console, name: str, words: str) -> _Asked:
         if not only:
             raise ConsoleError(f"there is no rank {text}: ranks are 0 to {console.size - 1}")
         rest = rest[:at]
-    kind, count = "", 1
+    kind, action, count = "", "", 1
     for word in rest:
-        if word.rstrip("s") in KINDS and not kind:
+        if word.rstrip("s") in KINDS and not kind and not action:
             kind = word.rstrip("s")
+        elif is_action(word) and not kind and not action:
+            action = word
         elif word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_STEPS:
             count = int(word)
         else:
-            raise ConsoleError(f"{name} {words}: {word!r} is neither action, op, message, nor a number")
-    return _Asked(kind, count, only)
+            raise ConsoleError(f"{name} {words}: {word!r} is neither action, op, message, F, nor a number")
+    return _Asked(kind, action, count, only)
 
 
 def _go(console: Console, goal: Goal | None, only: Container[int] | None) -> bool:

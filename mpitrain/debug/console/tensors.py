@@ -75,7 +75,10 @@ def matching(views: Sequence[Watch], pattern: str) -> list[tuple[str, str]]:
     """
     kind = next((each for each in kinds(views) if pattern.endswith(f".{each}")), WEIGHT)
     plain = pattern.removesuffix(f".{kind}") if kind else pattern
-    found = [name for name in names(views) if fnmatchcase(name, plain)]
+    known = names(views)
+    if not known:
+        raise ConsoleError("there are no parameters yet: no model has run; go on to the first action (next action)")
+    found = [name for name in known if fnmatchcase(name, plain)]
     if not found:
         raise ConsoleError(f"no parameter is like {plain!r}; all of them: show *")
     return [(name, kind) for name in found]

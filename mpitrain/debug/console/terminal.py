@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ MOST_BYTES = 1 << 16  # of a file of commands
 MOST_CHARACTERS = 1000  # of a command
 REMEMBERED = 1000  # lines of history
 _DELIMITERS = " \t\n,<>=;"
+_PAINT = re.compile(r"(\033\[(?:0|1|2|31|33)m)")  # what `_painted` puts in
 
 
 class Line(NamedTuple):
@@ -51,7 +53,7 @@ def commands_of_file(path: str) -> list[Line]:
     if len(data) > MOST_BYTES:
         raise ConsoleError(f"--commands {path}: longer than {MOST_BYTES >> 10} KiB")
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConsoleError(f"--commands {path}: not UTF-8 at byte {error.start}") from error
     return commands_of(text, name)
@@ -180,9 +182,17 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print an answer; of its lines those that begin with `! ` are marked."""
-        lines = [self._painted(line, "31") if line.startswith("! ") else line for line in text.split("\n")]
+        lines = [self._painted(line, "31") if line.startswith("! ") else line for line in self._tame(text).split("\n")]
         with contextlib.suppress(BrokenPipeError):
             print("\n".join(lines), file=self._out, flush=True)
+
+    def _tame(self, text: str) -> str:
+        """Without what a terminal would obey, or cannot show: a text may be a file's, a script's or an error's."""
+        if not text.isascii():
+            encoding = getattr(self._out, "encoding", None) or "utf-8"
+            text = text.encode(encoding, "replace").decode(encoding)
+        parts = _PAINT.split(text) if self.colour else [text]
+        return "".join(part if place % 2 else _tamed(part) for place, part in enumerate(parts))
 
     def warn(self, text: str) -> None:
         """Print what is wrong, folded to the width of a line."""
@@ -203,6 +213,10 @@ class Terminal:
 
     def _painted(self, text: str, code: str) -> str:
         return f"\033[{code}m{text}\033[0m" if self.colour and text else text
+
+
+def _tamed(text: str) -> str:
+    return text if text.isprintable() else "".join(x if x.isprintable() or x in "\n\t" else "?" for x in text)
 
 
 def _readline() -> Any:

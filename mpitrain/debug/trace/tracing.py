@@ -17,7 +17,7 @@ from mpitrain.comm.world import World
 from mpitrain.debug.timeline import clock_name
 from mpitrain.debug.trace.blocks import FACTS, segments
 from mpitrain.debug.trace.tracer import OPS_EVERY, Tracer
-from mpitrain.debug.trace.writer import LIMIT, MARK, Writer
+from mpitrain.debug.trace.writer import LIMIT, MARK, SAID, Writer
 from mpitrain.errors import ConfigError, UserError
 from mpitrain.events import attest
 from mpitrain.recording.outside import heard
@@ -87,6 +87,8 @@ def tracing(
 
 def _writer(folder: Path, head: Mapping[str, Any], limit: int) -> Writer:
     _empty(folder, head["rank"])
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(folder / SAID)
     with contextlib.suppress(FileExistsError):
         os.close(disk.create(folder / MARK))
     return Writer(folder, head, limit)

@@ -20,8 +20,8 @@ from mpitrain.debug.trace.table import MOST, ROW, Kinds, Strings
 LIMIT = 64
 """MiB of files that a rank keeps."""
 MOST_ROWS = 16_384  # that wait to be written
-MARK = ".writing"
-"""A file that is there while the trace is written; whoever gives up removes it, and so only one says so."""
+MARK, SAID = ".writing", ".ended"
+"""The name of an empty file while the trace is written, and when a rank has said that it can be written no more."""
 TEXTS = 1000  # strings of a block
 _MIB = 1 << 20
 
@@ -121,14 +121,15 @@ class Writer:
         return json_block("HEAD", {**self._about, "segment": number, "dropped": dropped})
 
     def _give_up(self, error: OSError) -> None:
-        """Write no more; one rank of a host says so: the one that removes the mark, which a full disk allows, too."""
+        """Write no more; one rank of a host says so: the one that renames the mark, which a full disk allows, too."""
         assert self._ring is not None
         self._ring.close()
         self._ring = None
         try:
-            os.unlink(self._folder / MARK)
+            os.rename(self._folder / MARK, self._folder / SAID)
         except FileNotFoundError:
-            return
+            if os.path.lexists(self._folder / SAID):
+                return
         except OSError:
             pass  # of a disk that cannot be written at all: then all say so
         sys.stderr.write(
