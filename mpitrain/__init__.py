@@ -46,6 +46,7 @@ _HOMES = {
     "listen": "events",
     "tracing": "debug.trace.tracing",  # what every rank does, and when, in files
     "record": "debug.recorder",  # what a rank sends and receives, to run it again alone
+    "digesting": "debug.digests",  # what two runs can be compared by
 }
 
 __all__ = ["__version__", *_HOMES]

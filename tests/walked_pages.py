@@ -115,6 +115,7 @@ class Walk:
     def debug(self, ranks: int, typed: list[str]) -> tuple[int, str]:
         """Play a session with it, as `mpitrain debug`: the exit code, and what is printed behind the greeting."""
         terminal = Asker(typed)
+        terminal.is_interactive = True  # somebody types it
         console = terminal.console = Console(ranks, self.script, [], terminal)
         with self._here(terminal.out):
             code = console.run()

@@ -23,7 +23,7 @@ def facts_of(config: Config, mesh: Mesh, model: GPT) -> dict[str, Any]:
     Returns:
         `world`: mpi, local or alone; `layout`: axis -> ranks; `coords`: axis -> this rank's place; `schedule`;
         `traffic`: lines (axis, cause, verb, calls, bytes) of `steps` steps, `at_most` where experts may be sent less;
-        `memory`: owner -> bytes.
+        `memory`: owner -> bytes; `checked`: whether ranks compare digests as they go, which `traffic` leaves out.
     """
     step = step_of(config, mesh, model)
     sent = traffic(step)
@@ -44,5 +44,6 @@ def facts_of(config: Config, mesh: Mesh, model: GPT) -> dict[str, Any]:
             "at_most": sent.at_most,
             "lines": [[*names, calls, float(nbytes)] for names, (calls, nbytes) in sent.sums().items()],
         },
+        "checked": config.check,
         "memory": predicted(step, config, elsewhere.plan.what if elsewhere is not None else ()),
     }

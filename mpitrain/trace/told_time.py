@@ -13,6 +13,7 @@ from mpitrain.trace.words import WIDTH, indented, ms, note, percent, plain
 MOST_RANKS = 16  # lines
 MOST_AXES = 5  # columns
 OTHERS = "others"
+AXIS = 16  # characters of a name, which a file holds
 WORTH_TELLING = 0.1  # of a step
 
 Mark = Callable[[str], str]
@@ -38,7 +39,7 @@ def time_told(found: Findings, mark: Mark) -> str:
     work = work if "compute" in table else ""
     lines.append(
         note(
-            f"{work}{', '.join(axes) or 'axes'}: in messages over them; waits: the part of these until the last of the"
+            f"{work}{', '.join(plain(axis, AXIS) for axis in axes) or 'axes'}: in messages over them; waits: the part of these until the last of the"
             " others had come, for rank: most of it for which; delays: what all others together wait for this rank."
         )
     )
@@ -54,7 +55,8 @@ def _table(found: Findings, shown: Sequence[Share], axes: Sequence[str], delayed
     placed = any(places.values())
     digits = len(str(max(rank for share in shown for rank in (share.rank, *share.waits_for))))
     acts = any(share.compute + share.update for share in found.shares)
-    rows = [["rank", *(["place"] if placed else []), *(["compute", "update"] if acts else []), *axes]]
+    rows = [["rank", *(["place"] if placed else []), *(["compute", "update"] if acts else [])]]
+    rows[0] += [plain(axis, AXIS) for axis in axes]
     rows[0] += ["rest", "waits", "for rank", "delays", *(["idle"] if bubbles is not None else [])]
     for share in shown:
         whole = share.step

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
+MOST_RANGES = 12
+_FIRST_RANGES = 5
 
 
 def plain(text: object, most: int = 60) -> str:
@@ -47,14 +49,17 @@ def mib(nbytes: float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 7` for 0, 1, 2, 3, 7."""
+    """`0-3, 7` for 0, 1, 2, 3, 7; of very many the first and the last: `1-3, 11, 21, 31, 41 ... 991`."""
     parts: list[list[int]] = []
     for one in sorted(set(numbers)):
         if parts and one == parts[-1][1] + 1:
             parts[-1][1] = one
         else:
             parts.append([one, one])
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in parts)
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in parts]
+    if len(texts) > MOST_RANGES:
+        return f"{', '.join(texts[:_FIRST_RANGES])} ... {texts[-1]}"
+    return ", ".join(texts)
 
 
 def count(amount: int, what: str) -> str:
@@ -73,5 +78,5 @@ def labelled(label: str, text: str, width: int = WIDTH, column: int = 11) -> str
 
 
 def indented(text: str) -> str:
-    """A table below its heading."""
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    """A table below its heading; its lines end where the screen does, whatever names are in them."""
+    return "\n".join(f"  {line}"[:WIDTH] for line in text.splitlines())

@@ -87,8 +87,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "mpitrain compare runs/one runs/four": (
-        f"python examples/train_gpt.py --steps 2 --digests 1 --run runs/one {TINY}\n"
-        "mpitrain compare runs/one runs/one",
+        f"python examples/train_gpt.py --steps 2 --digests 1 --run runs/one {TINY}\nmpitrain compare runs/one runs/one",
         "",
     ),
     "python examples/train_gpt.py --steps 20 --gelu erf --digests 10 --run runs/erf": (

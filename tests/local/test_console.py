@@ -478,7 +478,7 @@ def test_stepping_changes_no_number(script, tmp_path):
         ("wher is", "! where, or where all for a line for each rank"),
         ("rank 9", "! there is no rank 9: ranks are 0 to 1"),
         ("rank x", "! rank x: a number is needed"),
-        ("step 0", "! step 0: '0' is neither action, op, message, nor a number"),
+        ("step 0", "! step 0: '0' is neither action, op, message, an action (F, F3@1), nor a number"),
         ("step rank", "! step: rank is followed by a number, numbers (0,2) or a range (4-7)"),
         ("step rank 7", "! there is no rank 7: ranks are 0 to 1"),
         ("finish 3", "! finish takes no more than ranks: finish rank 2"),

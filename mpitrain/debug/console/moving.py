@@ -192,7 +192,7 @@ def _read(console: Console, name: str, words: str) -> _Asked:
         elif word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_STEPS:
             count = int(word)
         else:
-            raise ConsoleError(f"{name} {words}: {word!r} is neither action, op, message, F, nor a number")
+            raise ConsoleError(f"{name} {words}: {word!r} is neither action, op, message, an action (F, F3@1), nor a number from 1 on")
     return _Asked(kind, action, count, only)
 
 

@@ -233,7 +233,7 @@ class Sorter:
                 shape=_shape(shape, dtype),
                 peer=peer,
                 tag=tag,
-                nbytes=0.0 if waits else nbytes,
+                nbytes=nbytes,
             )
         self._rows.extend((start, stop, number, self._step, call))
 
