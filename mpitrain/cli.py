@@ -130,8 +130,8 @@ def _local(words: list[str]) -> int:
     count = words[1]
     if not (count.isascii() and count.isdigit() and 1 <= int(count) <= 1024):
         raise ConfigError(f"-n {count}: the number of ranks must be a whole number from 1 to 1024")
-    folder, words = (words[3], words[4:]) if words[2] == "--record" and len(words) > 4 else ("", words[2:])
-    if words[0] == "--record":
+    folder, words = (words[3], words[4:]) if words[2] == "--record" and len(words) > 4 else (None, words[2:])
+    if words[0] == "--record" or folder == "":
         raise ConfigError(f"usage: {usage}")
     from mpitrain.blas import one_thread
     from mpitrain.comm.local import run_script
@@ -142,9 +142,9 @@ def _local(words: list[str]) -> int:
         return run_script(int(count), words[0], words[1:], _around(folder, words))
 
 
-def _around(folder: str, words: Sequence[str]) -> Callable[[], AbstractContextManager[object]]:
+def _around(folder: str | None, words: Sequence[str]) -> Callable[[], AbstractContextManager[object]]:
     """What is around the script of each rank: a recorder, if there is a folder for it."""
-    if not folder:
+    if folder is None:
         return nullcontext
     from mpitrain.comm.world import world
     from mpitrain.debug.recorder import record

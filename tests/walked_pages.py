@@ -1,8 +1,8 @@
 """Pages that are walked through: their commands are run, their mendings done, and what they show is compared.
 
-    sh      a command of `mpitrain local` or `mpitrain debug`, run on ranks that are threads of this process; other
-            commands are not run here, and only say which script is meant
-    text    what the command before it prints; of `debug` a session, whose commands are those behind its prompts
+    sh      commands of `mpitrain local`, `debug` or `compare`, on ranks that are threads of this process; others are
+            not run here, and only say which script is meant
+    text    what the last command before it prints; of `debug` a session, whose commands are those behind its prompts
     diff    lines of the script named last, and what takes their place in the copy that is walked with
 
 Numbers of lines of the library are not compared.
@@ -22,6 +22,7 @@ from pathlib import Path
 from sessions import PROMPT, Asker
 
 from mpitrain.comm.local import run_script
+from mpitrain.compare.command import main as compare
 from mpitrain.debug.console.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,13 +58,15 @@ class Walk:
 
     Attributes:
         folder: the working folder.
+        script: the one named last.
         shown: what was run so far.
+        is_mended: some lines of a script were replaced.
     """
 
     folder: Path
+    script: str = ""
     shown: list[Shown] = field(default_factory=list)
     is_mended: bool = False
-    script: str = ""
 
     def __post_init__(self) -> None:
         shutil.copytree(ROOT / "examples/bugs", self.folder / "examples/bugs", ignore=shutil.ignore_patterns("__*"))
@@ -78,9 +81,10 @@ class Walk:
                 self.mend(body)
             if kind == "sh":
                 follows = blocks[at + 1] if at + 1 < len(blocks) and blocks[at + 1][1] == "text" else None
-                for line in body.splitlines():
-                    if command := _COMMAND.fullmatch(line):
-                        self._run(command, follows[2] if follows else None)
+                *first, last = body.splitlines()
+                for line in first:
+                    self._run(line, None)
+                self._run(last, follows[2] if follows else None)
         return self.shown[begun:]
 
     def mend(self, diff: str) -> None:
@@ -97,14 +101,24 @@ class Walk:
         assert source.count(old) == 1, f"{self.script} has not once\n{old}"
         path.write_text(source.replace(old, new), encoding="utf-8")
 
-    def _run(self, command: re.Match[str], said: str | None) -> None:
-        self.script = command[3]
-        if command[1] == "mpirun":
-            return
+    def _run(self, line: str, said: str | None) -> None:
         typed = [match[1] for match in map(PROMPT.fullmatch, (said or "").split("\n")) if match]
-        ranks = int(command[2])
-        code, printed = self.local(ranks) if command[1] == "local" else self.debug(ranks, typed)
-        self.shown.append(Shown(command[0], typed, printed, said, code, self.is_mended))
+        if command := _COMMAND.fullmatch(line):
+            self.script, ranks = command[3], int(command[2])
+            if command[1] == "mpirun":
+                return
+            code, printed = self.local(ranks) if command[1] == "local" else self.debug(ranks, typed)
+        elif line.startswith("mpitrain compare "):
+            code, printed = self.compare(*line.split()[2:])
+        else:
+            return
+        self.shown.append(Shown(line, typed, printed, said, code, self.is_mended))
+
+    def compare(self, *folders: str) -> tuple[int, str]:
+        """`mpitrain compare`: the exit code, and what it prints."""
+        out = io.StringIO()
+        with self._here(out):
+            return compare(folders), out.getvalue()
 
     def local(self, ranks: int) -> tuple[int, str]:
         """Run the script as `mpitrain local` does: its exit code, and what it prints."""

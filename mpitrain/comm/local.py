@@ -231,7 +231,8 @@ def run_script(
         return _status(error)
     finally:
         sys.argv, sys.path = before
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started this
+            sys.stdout.flush()
 
 
 def _compile(path: str) -> CodeType:
@@ -268,7 +269,8 @@ def _status(error: BaseException) -> int:
 
 def _report(error: BaseException, local: LocalWorld, size: int) -> None:
     """Print what ended the run, without our own frames."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     step = f", step {local.failed_step}" if local.failed_step else ""
     where = f"rank {local.failed} of {size}{step}: " if local.failed >= 0 else ""
     if isinstance(error, KeyboardInterrupt):

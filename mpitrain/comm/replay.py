@@ -28,6 +28,7 @@ from mpitrain.comm.world import World
 from mpitrain.errors import RecordingError, UserError
 from mpitrain.events import STEP_LISTENERS, WITNESSES, Event, tell
 from mpitrain.options import show
+from mpitrain.recording.difference import parted
 from mpitrain.recording.lines import Call, plain
 
 
@@ -72,8 +73,8 @@ class _Answered(Communicator):
         if said[self.rank] == text:
             self.script.compared += comparing
         elif comparing:
-            before, now = (show(one.decode(errors="replace")[:LONGEST_TOLD]) for one in (said[self.rank], text))
-            self.script.differs(second, f"this rank tells others\n{now}, in the recording\n{before}")
+            now, before = parted(text.decode(), said[self.rank].decode(errors="replace"), LONGEST_TOLD)
+            self.script.differs(second, f"this rank tells others\n{show(now)}, in the recording\n{show(before)}")
         try:
             return [json.loads(one) for one in said]
         except (ValueError, RecursionError) as error:

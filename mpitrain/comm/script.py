@@ -18,7 +18,7 @@ from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import Array
 from mpitrain.errors import RecordingError, ReplayDivergence
 from mpitrain.recording.difference import difference, same
-from mpitrain.recording.lines import Call, End, Line, Value, told_how
+from mpitrain.recording.lines import ENDED, Call, End, Line, Value, told_how
 from mpitrain.recording.reading import RankReader
 
 RECEIVES = ("recv", "irecv")
@@ -48,6 +48,7 @@ class Script:
         differences: what differed, as far as it was told.
         compared, answered: messages whose values were the same, and those that were answered at all.
         before: called with the number of each message before it is made: a breakpoint.
+        over: whether the part of the program that was recorded is over.
     """
 
     def __init__(self, reader: RankReader, keep_going: bool = False) -> None:
@@ -57,6 +58,7 @@ class Script:
         self.differences: list[str] = []
         self.compared = self.answered = 0
         self.before: Callable[[int], None] | None = None
+        self.over = False
 
     def call(self, axis: Communicator, verb: str, a: Array, how: Sequence[Any], peer: int) -> Call:
         """The recorded call that this one is.
@@ -68,7 +70,7 @@ class Script:
         line = self.reader.peek()
         here = _called(verb, axis.name, a.shape, a.dtype.name)
         if line is None or isinstance(line, End):
-            raise EndOfRecording(self.ended(line, f"before {here} at {call_site()}"))
+            raise self.beyond(line, f"before {here} at {call_site()}", f"the program calls {here} at {call_site()}")
         if not isinstance(line, Call):
             raise ReplayDivergence(f"{here} at {call_site()}: there the recording {spoken(line)}.\n{WAY_OUT}")
         if self.before is not None:
@@ -163,6 +165,18 @@ class Script:
         end = self.reader.end
         why = "its process had ended" if end is None else end.why
         return f"in {self.number(call)}, {call.verb} on {call.axis}, which was not answered any more: {why}"
+
+    def beyond(self, line: End | None, where: str, does: str) -> EndOfRecording | ReplayDivergence:
+        """What is raised where the program goes on, and the recording does not.
+
+        Args:
+            line: with which the recording ends; None: it was cut.
+            where: the replay ends then.
+            does: what the program does there, which is a difference if it had ended by itself.
+        """
+        if line is not None and line.why == ENDED and not self.over:
+            return ReplayDivergence(f"{does}; there the recording has the end of the program.\n{WAY_OUT}")
+        return EndOfRecording(self.ended(line, where))
 
     def ended(self, line: Line | None, where: str) -> str:
         """How the recording ends."""

@@ -84,7 +84,11 @@ def _recordings(one: Source, other: Source, as_json: bool) -> int:
     """Message by message."""
     found = recordings.compared(one.folder, other.folder)
     if as_json:
-        told = {"apart": [message._asdict() for message in found.apart], "messages": found.messages}
+        told = {
+            "apart": [message._asdict() for message in found.apart],
+            "messages": found.messages,
+            "notes": found.notes,
+        }
         print(json.dumps({"parted": bool(found.apart), "recordings": told}, allow_nan=False))
     else:
         print(report.text_of([*_heading(one, other), "", *report.of_recordings(found)]))
@@ -132,6 +136,12 @@ def _notes(one: Source, other: Source, found: Walk) -> list[str]:
         why = begin.get("another_run")
         if isinstance(why, str) and why:
             notes.append(f"run {each.number}: {show(why)}: every layout is a training run of its own")
+        if not each.digests.whole(each.digests.executors[0]):
+            there = " ".join(map(str, each.digests.ranks))
+            notes.append(f"run {each.number}: only ranks {there} have digests: what others hold parts of is left out")
+        for rank, steps in each.digests.lacking(each.digests.executors[0]).items():
+            which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+            notes.append(f"run {each.number}: rank {rank} has no digests of {which}: other ranks have, it may be cut")
         if begin.get("late") is True:
             notes.append(
                 f"run {each.number}: its pipeline updates without draining, with weights that are steps old: from the"

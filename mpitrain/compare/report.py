@@ -225,15 +225,20 @@ def of_recordings(found: Recorded) -> list[str]:
     """The first message that differs, and that of the other ranks."""
     of = f"{found.ranks} rank{'s' * (found.ranks > 1)}"
     if not found.apart:
-        return [f"No difference: {found.messages:,} messages of {of} are the same, byte by byte."]
+        lines = [f"No difference: {found.messages:,} messages of {of} are the same, by the checksums of their bytes."]
+        return lines + [line for note in found.notes for line in _wrapped(f"  note     {note}", 11)]
     first = found.apart[0]
     place = first.sites[0] if first.sites[0] == first.sites[1] else f"{first.sites[0]}, in run 2 {first.sites[1]}"
-    lines = _wrapped(f"They part at step {first.step}, message {first.n} of rank {first.rank}: {first.what}", 11)
-    lines += _wrapped(f"  place    at {place}", 11) + _wrapped(f"  problem  {first.said}", 11)
+    which = f"message {first.n} of rank {first.rank}" if first.n else f"what rank {first.rank} holds"
+    step = f"step {first.step}, " if first.step else ""
+    lines = _wrapped(f"They part at {step}{which}: {first.what}", 11)
+    lines += _wrapped(f"  place    at {place}", 11) if place else []
+    lines += _wrapped(f"  problem  {first.said}", 11)
     for message in found.apart[1 : 1 + MOST_TENSORS]:
-        at = f"message {message.n}: {message.what} at {message.sites[0]}"
+        at = f"message {message.n}: {message.what} at {message.sites[0]}" if message.n else message.what
         lines += _wrapped(f"  beside   rank {message.rank}, {at}: {message.said}", 11)
-    return [*lines, f"  before   {found.messages:,} messages of {of} are the same"]
+    lines.append(f"  before   {found.messages:,} messages of {of} are the same")
+    return lines + [line for note in found.notes for line in _wrapped(f"  note     {note}", 11)]
 
 
 def as_json(walk: Walk | None, curves: Curves | None, saved: Saved | None) -> dict[str, Any]:

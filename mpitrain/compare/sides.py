@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,16 @@ class Side:
         """Numbers of steps before which all ranks have told their weights."""
         of_rank = [{n for e, n in rank.weights if e == executor} for rank in self.ranks.values()]
         return sorted(set.intersection(*of_rank))
+
+    def whole(self, executor: int) -> bool:
+        """Whether all of its ranks have digests."""
+        return len(self.ranks) == math.prod(self.begin(executor)["sizes"].values())
+
+    def lacking(self, executor: int) -> dict[int, list[int]]:
+        """Ranks that have no digests of steps of which another rank has."""
+        of_rank = {rank: {n for e, n in of.steps if e == executor} for rank, of in self.ranks.items()}
+        every = set[int]().union(*of_rank.values())
+        return {rank: sorted(every - steps) for rank, steps in of_rank.items() if every - steps}
 
     def step(self, executor: int, number: int) -> dict[int, Mapping[str, Any]]:
         """What each rank knows of a step."""

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.comm.payload import LIKE_BLOCKING
+from mpitrain.comm.replay import ReplayWorld
 from mpitrain.comm.script import RECEIVES, digest
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
@@ -39,7 +40,21 @@ from mpitrain.events import Event, join, leave
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.stand_in import STAND_IN, standing_in
 from mpitrain.pipeline.update import StepReport
-from mpitrain.recording.lines import DTYPES, Begun, Call, End, Evaluated, Got, Heard, Kept, Row, State, Value, told_how
+from mpitrain.recording.lines import (
+    DTYPES,
+    ENDED,
+    Begun,
+    Call,
+    End,
+    Evaluated,
+    Got,
+    Heard,
+    Kept,
+    Row,
+    State,
+    Value,
+    told_how,
+)
 from mpitrain.recording.outside import OUTSIDE
 from mpitrain.recording.writing import RankWriter, claim
 
@@ -78,6 +93,7 @@ class Recorder:
         self._inside = False  # a step that is not kept, or an evaluation
         self._row: RowHeard | None = None
         self._last = 0
+        self._asked = steps
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +112,7 @@ class Recorder:
                 else:
                     self._end(event.name, event.info)
         except OSError as error:
-            self._stop(f"{self._writer.path} cannot be written: {error.strerror or error}")
+            self._stop(error)
 
     def _begin(self, verb: str, info: Mapping[str, Any]) -> None:
         self._messages += 1
@@ -158,7 +174,7 @@ class Recorder:
             try:
                 self._row_begins(executor, batches)
             except OSError as error:
-                self._stop(f"{self._writer.path} cannot be written: {error.strerror or error}")
+                self._stop(error)
         return None
 
     def _row_begins(self, executor: Executor, batches: Sequence[Any]) -> None:
@@ -197,7 +213,14 @@ class Recorder:
         for start in range(0, len(found), TENSORS_A_LINE):
             self._writer.line(State(self._last, dict(found[start : start + TENSORS_A_LINE])))
         if self._range is not None and self._last >= self._range[1]:
-            self._end_of_recording(f"steps {self._range[0]} to {self._last} were asked for")
+            self._end_of_recording(self._all_of_range(self._range[0], self._last))
+
+    def _all_of_range(self, first: int, last: int) -> str:
+        """Why the recording ends behind its steps."""
+        assert self._asked is not None
+        if (first, last) == self._asked:
+            return f"steps {first} to {last} were asked for"
+        return f"it has steps {first} to {last}, since {self._asked[0]} to {self._asked[1]} were asked for"
 
     def evaluate(self, executor: Executor, batches: Iterable[Any]) -> float | None:
         """An evaluation; the executor makes it, and if it is not kept its result is."""
@@ -214,7 +237,7 @@ class Recorder:
         try:
             self._writer.line(Evaluated(loss))
         except OSError as error:
-            self._stop(f"{self._writer.path} cannot be written: {error.strerror or error}")
+            self._stop(error)
         return loss
 
     # -- from outside -------------------------------------------------------------------------------------------------
@@ -226,7 +249,7 @@ class Recorder:
             try:
                 self._writer.line(Heard(what, answer))
             except OSError as error:
-                self._stop(f"{self._writer.path} cannot be written: {error.strerror or error}")
+                self._stop(error)
         return answer
 
     def place(self, path: Path) -> Path:
@@ -253,8 +276,9 @@ class Recorder:
         finally:
             self._writer.close()
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, error: OSError) -> None:
         """Nothing more is recorded; what is there stays of use."""
+        why = f"{self._writer.path.parent} cannot be written: {error.strerror or error}"
         print(
             f"rank {self._world.rank}: the recording ends here, training goes on: {why}",
             file=sys.stderr,
@@ -301,6 +325,8 @@ def record(
     """
     if world.kind == "replay":
         yield None
+        if isinstance(world, ReplayWorld):
+            world.script.over = True
         return
     _check(world, ranks, steps, sent)
     world.set_deterministic()
@@ -320,7 +346,7 @@ def record(
     recorder = Recorder(world, writer, steps, sent)
     token = OUTSIDE.set(recorder)
     join(recorder, ops=False)
-    why = "the program ended"
+    why = ENDED
     try:
         with standing_in(recorder):
             yield recorder

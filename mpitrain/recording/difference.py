@@ -1,4 +1,4 @@
-"""How two arrays of one shape and dtype differ, in a few words."""
+"""How two arrays of one shape and dtype differ, or two texts, in a few words."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def difference(now: Any, before: Any) -> str:
         return f"{_shown(a[place])} in the place of {_shown(b[place])} at {_index(place, now.shape)}, {many}"
     place = int(np.argmax(distances))
     return f"max |d| {distances[place]:.3g} at {_index(place, now.shape)}, {many}"
+
+
+def parted(now: str, before: str, most: int) -> tuple[str, str]:
+    """Of two long texts the parts, of at most so many characters each, around the first place where they differ."""
+    pairs = enumerate(zip(now, before, strict=False))
+    place = next((index for index, (a, b) in pairs if a != b), min(len(now), len(before)))
+    start = 0 if place < most // 2 else place - most // 3
+    dots = "..." if start else ""
+    return dots + now[start : start + most - len(dots)], dots + before[start : start + most - len(dots)]
 
 
 def _bytes(array: Any) -> Any:

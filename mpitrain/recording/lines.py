@@ -48,6 +48,8 @@ VERBS: Mapping[str, int] = {
     "barrier": 0,
 }
 """Verbs of the door, and how many of their further arguments say what is done; the others say where a result goes."""
+ENDED = "the program ended"
+"""Why a recording ends whose program came to its end by itself."""
 _MOST_RANKS = 1 << 20
 _LARGEST = 1 << 62
 

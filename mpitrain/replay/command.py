@@ -75,9 +75,16 @@ def main(argv: Sequence[str]) -> int:
             reader.close()
             raise
 
+        stopped: list[int] = []
+
+        def before(n: int) -> None:
+            if n == at:
+                stopped.append(n)
+                stop.here(f"before message {n}")
+
         def prepare(script: Script, forward: Forward) -> None:
             if at is not None:
-                script.before = lambda n: stop.here(f"before message {n}") if n == at else None
+                script.before = before
             if debug and at is None:
                 if program:
                     stop.at_first_line(program[0])
@@ -95,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
             outcome = _debugged(again, debug)
         except bdb.BdbQuit:
             return 130
+    if at is not None and not stopped:
+        print(f"message {at}, before which to stop, was not made again; there are {outcome.of:,}")
     print(_verdict(rank, outcome))
     return 2 if outcome.differences else 0
 
@@ -146,10 +155,19 @@ def _debugged(run: Callable[[], Outcome], debug: bool) -> Outcome:
 
 
 def _told(folder: Path) -> str:
-    """What a folder holds."""
+    """What a folder holds.
+
+    Raises:
+        RecordingError: no recording.
+    """
     lines: list[str] = []
+    broken: list[str] = []
     for rank in ranks_in(folder):
-        reader = RankReader(folder, rank)
+        try:
+            reader = RankReader(folder, rank)
+        except RecordingError as error:
+            broken.append(f"  rank {rank}: {error}")
+            continue
         header = reader.header
         reader.close()
         if not lines:
@@ -162,7 +180,9 @@ def _told(folder: Path) -> str:
             ]
         size = sum(path.stat().st_size for path in folder.glob(f"rank-{rank:05}[-.]*"))
         lines.append(f"  rank {rank}: {reader.messages:,} messages, {size / 2**20:,.1f} MiB, on {header['host']}")
-    return "\n".join(lines) or f"{folder} holds no recording."
+    if not lines:
+        raise RecordingError(broken[0].partition(": ")[2] if broken else f"{folder} holds no recording.")
+    return "\n".join([*lines, *broken])
 
 
 def _verdict(rank: int, outcome: Outcome) -> str:

@@ -140,7 +140,7 @@ class Forward:
         """The answer that was heard then."""
         line = self._script.reader.peek()
         if line is None or isinstance(line, End):
-            raise EndOfRecording(self._script.ended(line, f"where {what} was asked for"))
+            raise self._script.beyond(line, f"where it asked for {what}", f"the program asks for {what}")
         if not isinstance(line, Heard) or line.what != what:
             there = f"asks for {line.what}" if isinstance(line, Heard) else spoken(line)
             raise ReplayDivergence(f"the program asks for {what}; there the recording {there}.\n{WAY_OUT}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.comm.replay import ReplayWorld
-from mpitrain.comm.script import EndOfRecording, Script
+from mpitrain.comm.script import WAY_OUT, EndOfRecording, Script, spoken
 from mpitrain.comm.world import SURROUNDING
 from mpitrain.errors import RecordingError, ReplayDivergence
 from mpitrain.events import join
@@ -88,7 +88,7 @@ def replay(
             return str(end)
         line = reader.peek()
         if line is not None and not isinstance(line, End):
-            raise ReplayDivergence(f"the program has ended, and the recording goes on: {line!r:.200}")
+            raise ReplayDivergence(f"the program has ended; there the recording {spoken(line)}.\n{WAY_OUT}")
         return ""
 
     try:

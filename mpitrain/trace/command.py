@@ -62,9 +62,22 @@ def main(argv: Sequence[str]) -> int:
         _run(list(argv))
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the end
+        _drop_output()
         return UNREAD
+    except OSError as error:
+        _drop_output()
+        raise ConfigError(f"the output cannot be written: {error.strerror}.") from None
     return 0
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the end
+
+
+def _say(text: str) -> None:
+    """Print, with a question mark for what the output has no sign for."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))
 
 
 def _run(words: list[str]) -> None:
@@ -84,26 +97,35 @@ def _run(words: list[str]) -> None:
     if ranks is not None and step is None:
         raise ConfigError("--ranks chooses ranks of --step N; give both.")
     of_step = None if ranks is None else _numbers(str(ranks))
+    for flag in ("html", "perfetto"):
+        if flag in flags:
+            _refuse_what_is_no_file(flag, str(flags[flag]))
     title = plain(folder, LONGEST_TITLE)
     known = know(read(Path(folder)))
     if step is not None:
-        print(step_report(known, title, int(step), of_step, _mark))
+        _say(step_report(known, title, int(step), of_step, _mark))
     if "html" in flags:
         _page(known, str(flags["html"]), title)
     if "perfetto" in flags:
         path = str(flags["perfetto"])
         nbytes = write_perfetto(known, path)
-        print(f"{show(path)}: {size(nbytes)}; open it at https://ui.perfetto.dev, which sends it nowhere.")
+        _say(f"{show(path)}: {size(nbytes)}; open it at https://ui.perfetto.dev, which sends it nowhere.")
     if as_json:
         print(json.dumps(findings(known, title).as_json(), indent=1, allow_nan=False))
     elif step is None and not {"html", "perfetto"} & set(flags):
-        print(summary(findings(known, title), _mark))
+        _say(summary(findings(known, title), _mark))
+
+
+def _refuse_what_is_no_file(flag: str, path: str) -> None:
+    """A file takes the place of what has its name, and must not that of a device, or of a link as /dev/stdout."""
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+        raise ConfigError(f"--{flag} {show(path)}: is there and is no file; name one that may be written anew.")
 
 
 def _page(known: Known, path: str, title: str) -> None:
     written = write_page(Path(path), known.trace, known.clocks, _curve(known.trace.folder), title=title)
     left_out = f"; {written.left_out}" if written.left_out else ""
-    print(f"{show(path)}: {size(written.nbytes)}, open it in a browser{left_out}.")
+    _say(f"{show(path)}: {size(written.nbytes)}, open it in a browser{left_out}.")
 
 
 def _curve(folder: Path) -> list[dict[str, object]]:

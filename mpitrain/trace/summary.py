@@ -64,6 +64,8 @@ def _missing(known: Known) -> list[str]:
     size = max(lane.rank.size for lane in known.lanes)
     absent = sorted(set(range(size)).difference(lane.number for lane in known.lanes))
     said = [f"no file of rank {ranges(absent)}, of {size}: who waits for them seems to wait for nobody"] * bool(absent)
+    if not any(lane.spans.size for lane in known.lanes):
+        said.append("what was noted: the processes ended before it was written, which they do every few seconds")
     dropped = {lane.number: lane.rank.dropped for lane in known.lanes if lane.rank.dropped}
     if dropped:
         most = max(dropped, key=lambda rank: dropped[rank])

@@ -37,10 +37,11 @@ def time_told(found: Findings, mark: Mark) -> str:
         lines.append(f"  ({len(shares) - len(shown)} ranks more, which nobody waits for longer)")
     work = "compute: F, B and W outside of messages; update: LOAD, COUNT, REDUCE, STEP; "
     work = work if "compute" in table else ""
+    named = ", ".join(plain(axis, AXIS) for axis in axes) or "axes"
     lines.append(
         note(
-            f"{work}{', '.join(plain(axis, AXIS) for axis in axes) or 'axes'}: in messages over them; waits: the part of these until the last of the"
-            " others had come, for rank: most of it for which; delays: what all others together wait for this rank."
+            f"{work}{named}: in messages over them; waits: the part of these until the last of the others had come, for"
+            " rank: most of it for which; delays: what all others together wait for this rank."
         )
     )
     lines += [note(_idle(found))] if bubbles is not None else []

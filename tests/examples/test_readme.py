@@ -647,6 +647,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         for how, script in HUNTED
     },
     "mpirun -n 4 python examples/bugs/10_slow.py": ("mpirun -n 2 python examples/bugs/10_slow.py", MPI),
+    "mpitrain compare runs/on-1 runs/on-4": ("ls examples/bugs/08_drifts_apart.py", ""),
     "mpitrain trace runs/slow": (f"{TRACED}; mpitrain trace runs/a", ""),
     # docs/how-to/find-a-mismatch.md
     "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),

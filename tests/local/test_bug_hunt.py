@@ -86,6 +86,12 @@ CULPRITS = {
 ALONE = {1: 1, 2: 1, 5: 1, 6: 1, 8: 1}  # hunts whose mended script must print the same on so many ranks
 
 
+@pytest.fixture(autouse=True)
+def _as_the_pages_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checked mode, which says some things earlier."""
+    monkeypatch.delenv("MPITRAIN_CHECK", raising=False)
+
+
 def hunt(number: int) -> str:
     """The section of a hunt."""
     return next(text for name, text in HUNTS.items() if name.startswith(f"{number}. "))
@@ -164,18 +170,23 @@ def test_the_mended_loop_trains_on_the_batches_of_all_ranks(tmp_path: Path, monk
     assert f"loss {LocalWorld(1).run(alone)[0]:.4f}\n" in hunt(7)
 
 
-# ------------------------------------------------------------------------------------------------------------ the slow one
+def test_comparing_with_one_rank_says_that_weights_were_changed_between_steps(tmp_path: Path) -> None:
+    walk = Walk(tmp_path, script="examples/bugs/08_drifts_apart.py")
+    *_, last = walk.through(HUNTS["Without an idea: compare with one rank"])
+    assert last.code == 1
+    assert "They part at step 6, forward: linear in blocks.0.up\n" in last.printed
+    assert masked(last.said or "") == masked(last.printed), last.printed
+
+
+# ------------------------------------------------------------------------------------------------------- the slow one
 
 
 def slow_walk(folder: Path) -> tuple[Walk, list[str]]:
     """A walk that stands before the mendings of hunt 10, and these: two of the trace, and the one of the culprit."""
-    walk = Walk(folder)
-    walk.through("```sh\nmpirun -n 4 python examples/bugs/10_slow.py\n```\n")
+    walk = Walk(folder, script="examples/bugs/10_slow.py")
     walk.replace("range(30)", "range(12)")  # enough to tell
     walk.replace("/ 30:", "/ 12:")
-    return walk, [
-        diff.replace("range(30)", "range(12)") for diff in re.findall(r"```diff\n(.*?)```", hunt(10), re.DOTALL)
-    ]
+    return walk, re.findall(r"```diff\n(.*?)```", hunt(10), re.DOTALL)
 
 
 def read_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[float]]:
@@ -202,7 +213,7 @@ def test_a_trace_names_the_slow_rank_and_where_it_is_slow(tmp_path: Path, capsys
     assert after[2] < before[2] / 3
 
 
-# -------------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------------------------- processes
 
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun")
 
@@ -240,8 +251,7 @@ def test_a_trace_of_processes_says_who_is_waited_for(tmp_path: Path, capsys: pyt
 @pytest.mark.slow
 @needs_mpirun
 def test_checked_mode_says_of_processes_what_the_console_says_of_threads(tmp_path: Path) -> None:
-    walk = Walk(tmp_path)
-    walk.through("```sh\nmpirun -n 4 python examples/bugs/06_fits_on_two.py\n```\n")
+    walk = Walk(tmp_path, script="examples/bugs/06_fits_on_two.py")
     told = launched(walk, MPITRAIN_CHECK="1")
     at = place(walk, CULPRITS[6][0])
     assert f"ranks 0,1 all_reduce (13,) int64 at {at}; ranks 2,3 all_reduce (12,) int64 at {at}" in told

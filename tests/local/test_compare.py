@@ -25,6 +25,7 @@ from mpitrain.comm.world import world
 from mpitrain.compare.command import main
 from mpitrain.compare.report import of_walk, what
 from mpitrain.data.tokens import Batch
+from mpitrain.debug.recorder import record
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.nn.layers import Gelu
 from mpitrain.parallel.data import FlatReducer
@@ -334,12 +335,58 @@ def test_recordings_are_compared_message_by_message(tmp_path: Path, capsys: pyte
         LocalWorld(2).run(lambda flags=flags, name=name: train([*flags, "--run", str(tmp_path / f"run-{name}")]))
     capsys.readouterr()
     assert main([str(tmp_path / "a"), str(tmp_path / "a")]) == 0
-    assert "are the same, byte by byte" in capsys.readouterr().out
+    assert "are the same, by the checksums of their bytes" in capsys.readouterr().out
     assert main([str(tmp_path / "a"), str(tmp_path / "c")]) == 1
     said = capsys.readouterr().out
-    assert "They part at step 2, message" in said  # of gradients that the weights after step 1 have given
-    assert "all_reduce on" in said
-    assert "what is sent differs: max |d|" in said
+    assert "They part at step 1, what rank 0 holds: weight of own/table.weight after step 1" in said
+    assert "its bytes differ, and those of" in said
+    assert "beside   rank 1, weight of own/table.weight after step 1" in said
+    last = tmp_path / "c" / "rank-00001.index.jsonl"
+    last.write_bytes(last.read_bytes()[:9000])
+    (tmp_path / "c" / "rank-00000.index.jsonl").unlink()
+    assert main([str(tmp_path / "a"), str(tmp_path / "c")]) == 0
+    said = capsys.readouterr().out
+    assert "note     rank 0 is recorded in run 1 only" in said
+    assert "note     the recording of rank 1 of run 2 was cut after" in said
+
+
+def test_only_recordings_of_the_same_steps_are_compared(tmp_path: Path) -> None:
+    for name, steps in (("all", None), ("part", (2, 3))):
+
+        def program(name: str = name, steps: tuple[int, int] | None = steps) -> None:
+            with record(world(), tmp_path / name, steps=steps):
+                world().all_reduce(np.ones(3))
+
+        LocalWorld(2).run(program)
+    with pytest.raises(DataError, match=r"all has all steps, .*part steps 2 to 3: message by message"):
+        main([str(tmp_path / "all"), str(tmp_path / "part")])
+
+
+def test_what_is_sent_is_told_with_the_largest_distance(tmp_path: Path, capsys: Any) -> None:
+    for name, by in (("a", 1.0), ("c", 1.5)):
+
+        def program(name: str = name, by: float = by) -> None:
+            with record(world(), tmp_path / name):
+                world().all_reduce(np.ones(3) * by)
+
+        LocalWorld(2).run(program)
+    assert main([str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    said = capsys.readouterr().out
+    assert "They part at message 1 of rank 0: all_reduce on world" in said
+    assert "what is sent differs: max |d| 0.5 at [0]" in said
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_values_are_compared_with_digests_of_values(factor: float, tmp_path: Path, capsys: Any) -> None:
+    for name, sent, by in (("values", "values", 1.0), ("digest", "digest", factor)):
+
+        def program(name: str = name, sent: str = sent, by: float = by) -> None:
+            with record(world(), tmp_path / name, sent=sent):
+                world().all_reduce(np.ones(3) * by)
+
+        LocalWorld(2).run(program)
+    assert main([str(tmp_path / "values"), str(tmp_path / "digest")]) == (factor != 1.0)
+    assert ("what is sent differs; its values are not recorded in both" in capsys.readouterr().out) == (factor != 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
@@ -395,3 +442,29 @@ def test_a_folder_with_nothing_in_it_is_refused(tmp_path: Path, one_rank: Path) 
         main([str(tmp_path), str(one_rank)])
     with pytest.raises(DataError, match="is no folder"):
         main([str(one_rank), str(tmp_path / "missing")])
+
+
+def test_ranks_and_steps_that_are_not_there_are_no_difference(
+    one_rank: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = case("dp2,zero3")
+    run(tmp_path, of, of.layout)
+    last = tmp_path / "digests" / "rank-00001.jsonl"
+    whole = last.read_bytes()
+    last.unlink()
+    assert main([str(one_rank), str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "digests of 1 of them only" in said
+    assert "note     run 2: only ranks 0 have digests" in said
+    last.write_bytes(whole[: whole.rindex(b'{"is": "step"')])
+    assert main([str(one_rank), str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "No difference beyond rounding in step 1." in said
+    assert "note     run 2: rank 1 has no digests of step 2" in said
+
+
+def test_a_file_of_another_rank_is_refused(one_rank: Path, tmp_path: Path) -> None:
+    (tmp_path / "digests").mkdir()
+    (tmp_path / "digests" / "rank-00001.jsonl").write_bytes((one_rank / "digests" / "rank-00000.jsonl").read_bytes())
+    with pytest.raises(DataError, match=r"rank-00001\.jsonl: is the file of rank 0, by its first line"):
+        main([str(one_rank), str(tmp_path)])

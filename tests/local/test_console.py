@@ -458,6 +458,49 @@ def test_what_the_rules_of_states_object_to_is_told_once_and_can_be_waited_for()
     assert reasons(printed) == ["rank 0: state", "rank 1: state"]
 
 
+def test_kinds_of_actions_need_no_number(script):
+    commands = ["to STEP", "next F 2", "w", "next F0@0", "next W", "to step 1", "tbreak B rank 1", "c", "quit"]
+    code, printed = play(script(TRAINS), 2, commands)
+    places = [line.split()[2:5] for line in printed.splitlines() if line.startswith("> ")]
+    assert places[:4] == [["1", "STEP@0", "next"], *[["2", "F1@0", "next"]] * 2, ["3", "F0@0", "next"]]
+    assert "! no rank has W in its row; that of rank 0: LOAD0@0" in printed
+    assert "! step 1 is over: ranks are in step 3" in printed
+    assert reasons(printed) == ["rank 1: action B rank 1"]
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("class E(Exception): __str__ = lambda self: 1 / 0\nraise E", "! rank 0 failed: E: its text cannot be made"),
+        ("raise ValueError('\x1b[31mred\x07 \\udcff')", "! rank 0 failed: ValueError: ?[31mred? ?"),
+        ("raise SystemExit('no \x1b[2Jdata')", "! rank 0 left with exit code 1: no ?[2Jdata"),
+        ("raise KeyboardInterrupt", "! rank 0 failed: KeyboardInterrupt\n"),
+    ],
+)
+def test_what_an_error_says_is_told_and_moves_no_cursor(script, raised, said):
+    code, printed = play(script(f"from mpitrain import world\nworld()\n{raised}\n"), 1, ["c", "list", "stack", "q"])
+    assert said in printed
+    assert "\x1b" not in printed
+    assert code == 1
+
+
+def test_an_output_that_cannot_be_written_ends_no_run_and_no_session(script):
+    words = [sys.executable, "-m", "mpitrain", "debug", "--no-history", "-n", "2", "-c", "where; c", str(script(SUMS))]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.slow
+def test_ranks_that_catch_everything_end_all_the_same(script):
+    path = script("from mpitrain import world\nwhile True:\n    try:\n        world().barrier()\n    except: pass\n")
+    words = [sys.executable, "-m", "mpitrain", "debug", "--no-history", "-n", "2", "-c", "step; quit 5", str(path)]
+    run = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert run.returncode == 5
+    assert "! after 10 s ranks have not ended, which catch all errors: rank 0 at script.py:" in run.stdout
+
+
 def test_stepping_changes_no_number(script, tmp_path):
     path = script(TRAINS + SAVES)
     assert run_script(2, str(path), [str(tmp_path / "plain.npy")]) == 0
@@ -479,6 +522,12 @@ def test_stepping_changes_no_number(script, tmp_path):
         ("rank 9", "! there is no rank 9: ranks are 0 to 1"),
         ("rank x", "! rank x: a number is needed"),
         ("step 0", "! step 0: '0' is neither action, op, message, an action (F, F3@1), nor a number"),
+        ("step 1 1 F op", "! step 1 1 F op: 'op' is neither action"),
+        ("to rank 2", "! there is no rank 2: ranks are 0 to 1"),
+        ("break peer 2-", "! there is no rank 2-: ranks are 0 to 1"),
+        ("to step 0", "! steps are counted from 1"),
+        ("break micro 5-2", "! micro 5-2: a range ends with its larger number"),
+        ("show *", "! there are no parameters yet: no model has run"),
         ("step rank", "! step: rank is followed by a number, numbers (0,2) or a range (4-7)"),
         ("step rank 7", "! there is no rank 7: ranks are 0 to 1"),
         ("finish 3", "! finish takes no more than ranks: finish rank 2"),
@@ -569,7 +618,7 @@ def test_tab_offers_what_may_come_next():
     assert {"pp", "tp", "world"} <= set(offered["break axis "])
     assert "blocks.0.mlp.up.weight" in offered["break parameter blocks.0.mlp"]
     assert offered["to F1"] == ["F1@0", "F1@1"]
-    assert offered["where; step "] == ["action", "message", "op", "rank"]
+    assert {"action", "message", "op", "rank", "F", "STEP"} <= set(offered["where; step "])
     assert offered["step rank "] == ["0", "1", "2", "3"]
     assert offered["help pi"] == ["pipeline "]
     assert offered["delete "] == ["1 "]

@@ -19,9 +19,10 @@ from mpitrain.debug.recorder import record
 from mpitrain.errors import DataError, RecordingError, ReplayDivergence
 from mpitrain.events import listen
 from mpitrain.recording import values
+from mpitrain.recording.outside import heard
 from mpitrain.recording.reading import RankReader
 from mpitrain.replay.command import main
-from mpitrain.replay.run import without
+from mpitrain.replay.run import replay, without
 
 
 def index(folder, rank=1):
@@ -154,7 +155,12 @@ def test_the_first_message_that_differs_is_named_with_the_difference(tmp_path, m
         (lambda ranks, x: ranks.all_gather(x), r"calls all_gather .*;\nthe recording has all_reduce"),
         (lambda ranks, x: ranks.recv((3,), "float32", 0, tag=4), r"calls recv \(3,\) float32 on world at .*peer 0"),
         (lambda ranks, x: Mesh(ranks, tp=2).tp.all_reduce(x), "all_reduce .3,. float32 on tp at"),
-        (lambda ranks, x: None, r"the program has ended, and the recording goes on: Call\(n=1"),
+        (lambda ranks, x: None, r"ended; there the recording has message 1, all_reduce .* at test_replay"),
+        (lambda ranks, x: (ranks.all_reduce(x), ranks.barrier()), r"calls barrier .* has the end of the program\."),
+        (
+            lambda ranks, x: (ranks.all_reduce(x), heard("a number", lambda: 1)),
+            "asks for a number; there the recording has the end of the program",
+        ),
     ],
 )
 def test_another_call_is_named_beside_the_recorded_one(tmp_path, monkeypatch, other, said):
@@ -162,6 +168,26 @@ def test_another_call_is_named_beside_the_recorded_one(tmp_path, monkeypatch, ot
     made(tmp_path / "r", "messages")
     changed(monkeypatch, "messages", lambda: other(world(), np.ones(3, np.float32)))
     with pytest.raises(ReplayDivergence, match=f"(?s){said}"):
+        again(tmp_path / "r", 1, "messages")
+
+
+def test_what_stands_behind_the_recorded_part_is_not_another_call(tmp_path):
+    def program():
+        with record(world(), tmp_path / "r"):
+            x = world().all_reduce(np.ones(3))
+        return world().all_reduce(x)
+
+    LocalWorld(2).run(program)
+    outcome = replay(RankReader(tmp_path / "r", 1), program, tmp_path)
+    assert outcome.end.startswith("before all_reduce (3,) float64 on world")
+
+
+def test_long_texts_are_told_where_they_part(tmp_path, monkeypatch):
+    text = "x" * 1000
+    changed(monkeypatch, "messages", lambda: world().exchange(f"{text} 1 {text}"))
+    made(tmp_path / "r", "messages")
+    changed(monkeypatch, "messages", lambda: world().exchange(f"{text} 2 {text}"))
+    with pytest.raises(ReplayDivergence, match=r"tells others\n'[.]{3}x+ 2 x+', in the recording\n'[.]{3}x+ 1 x+'"):
         again(tmp_path / "r", 1, "messages")
 
 
@@ -340,12 +366,23 @@ def test_a_folder_is_told_about(tmp_path, script, capsys):
     said = capsys.readouterr().out
     assert "all steps of a run on 2 ranks (2 threads of one process)" in said
     assert "rank 1: 2 messages" in said
+    index(tmp_path / "r").write_bytes(b"")
+    main([str(tmp_path / "r")])
+    said = capsys.readouterr().out
+    assert "rank 0: 2 messages" in said
+    assert "rank 1: " in said
+    assert "is no index of a recording" in said
+    index(tmp_path / "r", 0).unlink()
+    for folder, why in ((tmp_path / "r", "is no index"), (tmp_path, "holds no recording")):
+        with pytest.raises(RecordingError, match=why):
+            main([str(folder)])
 
 
 @pytest.mark.parametrize(
     ("words", "typed", "said"),
     [
         (["--at", "2"], "p x.tolist()\nn\nc\n", "[0.0, 2.0, 4.0, 6.0]"),
+        (["--at", "3"], "", "message 3, before which to stop, was not made again; there are 2"),
         (["--pdb"], "n\np __name__\nc\n", "'__main__'"),
         (["--pdb", "1.5"], "c\np x\nq\n", "here it ended"),
     ],

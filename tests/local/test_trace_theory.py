@@ -30,9 +30,9 @@ LAYOUTS = {
     "float16": (4, "--tp 2 --dtype float16 --batch 8"),
     "buckets": (4, "--reducer bucketed --bucket-mib 0.01 --batch 8"),
     "powersgd": (4, "--reducer powersgd --batch 8"),
-    "adafactor": (4, "--tp 2 --optimizer adafactor --batch 8"),
+    "adafactor, checked": (4, "--tp 2 --optimizer adafactor --check --batch 8"),
 }
-DEFAULT = ("tp2 with sequence parallelism", "zb-h1", "zero 3 on stages", "adafactor")
+DEFAULT = ("tp2 with sequence parallelism", "zb-h1", "zero 3 on stages", "adafactor, checked")
 BOUNDS = {
     "experts": (4, "--ep 2 --experts 4 --batch 8"),
     "pipedream": (2, "--pp 2 --schedule pipedream-2bw --batch 8 --microbatches 2"),

@@ -36,6 +36,8 @@ def message(name, phase="begin", axis="tp", peer=-1, ranks=(0, 1), rank=0, **inf
         ("op gelu", "op gelu"),
         ("on op gelu and rank 3", "op gelu rank 3"),
         ("F3@1", "action F3@1"),
+        ("STEP rank 0", "action STEP rank 0"),
+        ("RECV_B", "action RECV_B"),
         ("SEND_F*@0 step 2-", "action SEND_F*@0 step 2-"),
         ("train.py:31", "at train.py:31"),
         ("param *.up.weight norm>1e3", "parameter *.up.weight norm > 1e3"),

@@ -1,7 +1,9 @@
 """`mpitrain trace`: what it prints and writes of traces that are made up, and what it says of wrong words."""
 
 import gzip
+import io
 import json
+import os
 import re
 import shlex
 import sys
@@ -22,6 +24,7 @@ from mpitrain.trace.known import know
 from mpitrain.trace.perfetto import events, write_perfetto
 from mpitrain.trace.step_report import step_report
 from mpitrain.trace.summary import summary
+from mpitrain.trace.words import ranges
 
 MS = 10**6
 HOSTILE = "\x1b[2J\x1b]0;pwned\x07\u202e\r\n\x00"
@@ -172,6 +175,8 @@ def test_errors_of_clocks_are_told():
 @pytest.mark.parametrize("show", ["summary", "step"])
 def test_no_sign_of_a_file_reaches_the_terminal(show):
     known = known_run(word=HOSTILE)
+    for lane in known.lanes:
+        lane.rank.strings[lane.rank.strings.index("tp")] = f"tp{HOSTILE}"
     text = summary(findings(known, "x")) if show == "summary" else step_report(known, "x", 2)
     assert "linear?" in text
     assert all(sign == "\n" or sign.isprintable() for sign in text)
@@ -380,6 +385,35 @@ def test_wrong_words_are_refused(words, said, monkeypatch):
         command.main(shlex.split(words))
     assert said in str(error.value)
     assert len(str(error.value).splitlines()) <= 5
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "read", lambda folder: trace_of(a_run()))
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    for flag in ("--html", "--perfetto"):
+        for name in ("link", "pipe", "."):
+            with pytest.raises(ConfigError, match="is there and is no file"):
+                command.main(["x", flag, str(tmp_path / name)])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_an_output_that_is_full_or_has_no_such_signs_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(command, "read", lambda folder: trace_of(a_run()))
+    written = io.BytesIO()
+    monkeypatch.setattr(command.sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    command.main(["runs/\u00fc"])
+    assert written.getvalue().startswith(b"runs/?: 8 ranks")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(command.sys, "stdout", full)
+        with pytest.raises(ConfigError, match="the output cannot be written: No space left"):
+            command.main(["x"])
+
+
+def test_of_very_many_steps_the_first_and_the_last_are_named():
+    assert ranges([1, 2, 3, *range(11, 1000, 10)]) == "1-3, 11, 21, 31, 41 ... 991"
 
 
 def test_a_folder_without_a_trace_is_told(tmp_path):

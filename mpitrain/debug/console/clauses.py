@@ -96,11 +96,17 @@ def test_of(word: str, value: str, parameter: str | None) -> Test:
 
 def ranges(text: str) -> Callable[[int | None], bool]:
     """Whether a number is among `3`, `0,2`, `4-7` or `5-`."""
+    pairs = limits(text)
+    return lambda number: number is not None and any(low <= number <= high for low, high in pairs)
+
+
+def limits(text: str) -> list[tuple[int, float]]:
+    """The least and the largest number of each part of `3`, `0,2`, `4-7` or `5-`."""
     pairs = []
     for part in text.split(","):
         low, dash, high = part.partition("-")
         pairs.append((int(low), math.inf if dash and not high else int(high or low)))
-    return lambda number: number is not None and any(low <= number <= high for low, high in pairs)
+    return pairs
 
 
 def _is_action(event: Event, pattern: str) -> bool:

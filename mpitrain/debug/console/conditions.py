@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpitrain.comm.payload import LIKE_BLOCKING
-from mpitrain.debug.console.clauses import COMPARISONS, Happening, test_of
+from mpitrain.debug.console.clauses import COMPARISONS, Happening, limits, test_of
 from mpitrain.errors import ConsoleError
 from mpitrain.pipeline.action import PER_MICRO, PER_STEP
 
@@ -169,6 +169,8 @@ def _clause(word: str, words: list[str]) -> Clause:
         value = f"wait {words.pop(0)}"
     if name in ("rank", "micro", "step", "peer") and not RANGES.fullmatch(value):
         raise ConsoleError(f"{word} {value}: a number, numbers (0,2) or a range (4-7)")
+    if name in ("rank", "micro", "step", "peer") and any(low > high for low, high in limits(value)):
+        raise ConsoleError(f"{word} {value}: a range ends with its larger number")
     if name == "at" and not _LINE.fullmatch(value):
         raise ConsoleError(f"at {value}: a file and a line, as train.py:31")
     return Clause(name, value)

@@ -33,6 +33,7 @@ from mpitrain.events import Event
 WRONG, STANDING, INTERRUPTED = 2, 3, 130
 """Exit codes: a command cannot be done; the commands are used up and ranks still stand; Ctrl-C."""
 
+_PATIENCE = 10.0  # seconds in which ranks are to end once that was asked for: some catch everything, and go on
 _NAMES = 2  # the Ctrl-C of a run that names the rank which does not stop; the next one ends it
 
 
@@ -71,6 +72,7 @@ class Console:
         self.remark = ""
         self._shown_trouble = False
         self._code = 0
+        self._last_call: threading.Timer | None = None
         self._main = MainThread(self._interrupt)
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -78,7 +80,11 @@ class Console:
     def run(self) -> int:
         """Run the script to its end, or until the session is over; the exit code."""
         run = {"around": self.stepper.around, "debugger": self.stepper}
-        code = self._main.serve(lambda: run_script(self.size, self.path, self.argv, **run))  # type: ignore[arg-type]
+        try:
+            code = self._main.serve(lambda: run_script(self.size, self.path, self.argv, **run))  # type: ignore[arg-type]
+        finally:
+            if self._last_call is not None:
+                self._last_call.cancel()
         self._end()
         return int(code)
 
@@ -239,6 +245,16 @@ class Console:
         self.over = self.over or "quit"
         self.terminal.forget_script()
         self.stepper.end(code)
+        if self._last_call is None:
+            self._last_call = threading.Timer(_PATIENCE, self._end_at_once, (code,))
+            self._last_call.daemon = True
+            self._last_call.start()
+
+    def _end_at_once(self, code: int) -> None:
+        going = [view for view in self.stepper.views.values() if not view.rank.left]
+        where = ", ".join(f"rank {view.number} at {view.site}" for view in going[:4])
+        self.terminal.warn(f"after {_PATIENCE:.0f} s ranks have not ended, which catch all errors: {where}; ended now")
+        os._exit(code)
 
     def _stand(self, why: str) -> None:
         """One stay at the prompt; returns when ranks are to go on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpitrain.debug.console.clauses import Happening, ranges
+from mpitrain.debug.console.clauses import Happening, limits, ranges
 from mpitrain.debug.console.conditions import RANGES, Condition, is_action, parse
 from mpitrain.debug.stepper import Goal, View
 from mpitrain.errors import ConsoleError
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 HELP_STEP = """\
 step [action | op | message | ACTION] [N] [rank LIST]      each rank to its next action, op or message
   Without a kind to whichever comes first: into an action to its ops, into an op to its messages.
-  ACTION: to the next of those: step F, step B*@1.  N: to the N-th.  All ranks go, in lock step: each stands there until the others are there, too, or
-  wait for a message, or have ended.  With rank 2 or rank 0,3 only those go; what they need of others
-  does not come then, and waits shows it."""
+  ACTION: to the next of its kind or name: step F, step B*@1.  N: to the N-th.  All ranks go, in lock
+  step: each stands there until the others are there, too, or wait for a message, or have ended.
+  With rank 2 or rank 0,3 only those go; what they need of others does not come then, and waits
+  shows it."""
 
 HELP_NEXT = """\
 next [action | op | message | ACTION] [N] [rank LIST]      the same, to the next on the level of each rank
@@ -93,6 +94,8 @@ def to(console: Console, words: str) -> bool:
     if not words:
         raise ConsoleError("to where?  An action, or a condition as of break: to F3@1, to op gelu, to step 5")
     condition = parse(words)
+    if never := never_of(console, condition):
+        raise ConsoleError(never)
     if condition.is_a_place:
         return _go(console, _place(condition), None)
     return _go_to(console, _To(console, condition), None)
@@ -154,6 +157,17 @@ class _To:
         return bool(self.why)
 
 
+def never_of(console: Console, condition: Condition) -> str:
+    """Why a condition cannot come to hold any more, as its clauses on ranks and steps tell; "" if it may."""
+    for word, value in condition.clauses:
+        if word in ("rank", "peer") and not any(map(ranges(value), range(console.size))):
+            return f"there is no rank {value}: ranks are 0 to {console.size - 1}"
+        begun = min((view.step for view in console.stepper.views.values()), default=0)
+        if word == "step" and (last := max(high for _, high in limits(value))) < max(begun, 1):
+            return f"step {last} is over: ranks are in step {begun}" if last else "steps are counted from 1"
+    return ""
+
+
 def _place(condition: Condition) -> Goal:
     """The first action (or op, where a path is named) of it."""
     kind = "op" if any(word == "path" for word, _ in condition.clauses) else "action"
@@ -192,7 +206,8 @@ def _read(console: Console, name: str, words: str) -> _Asked:
         elif word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_STEPS:
             count = int(word)
         else:
-            raise ConsoleError(f"{name} {words}: {word!r} is neither action, op, message, an action (F, F3@1), nor a number from 1 on")
+            known = "action, op, message, an action (F, F3@1), nor a number from 1 on"
+            raise ConsoleError(f"{name} {words}: {word!r} is neither {known}")
     return _Asked(kind, action, count, only)
 
 

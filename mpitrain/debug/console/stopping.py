@@ -7,7 +7,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mpitrain.debug.console.conditions import WORDS, parse
+from mpitrain.debug.console.moving import never_of
 from mpitrain.debug.console.words import nothing
+from mpitrain.errors import ConsoleError
 
 if TYPE_CHECKING:
     from mpitrain.debug.console.console import Console
@@ -53,6 +55,8 @@ def tbreak(console: Console, words: str) -> None:
 
 def _add(console: Console, words: str, temporary: bool = False) -> None:
     condition = parse(words)
+    if never := never_of(console, condition):
+        raise ConsoleError(never)
     console.say(str(console.breakpoints.add(condition, temporary)))
     pattern = next((value for word, value in condition.clauses if word == "parameter"), None)
     names = {name for watch in console.watches.values() for name in watch.parameters}

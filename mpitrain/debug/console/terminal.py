@@ -183,8 +183,13 @@ class Terminal:
     def say(self, text: str) -> None:
         """Print an answer; of its lines those that begin with `! ` are marked."""
         lines = [self._painted(line, "31") if line.startswith("! ") else line for line in self._tame(text).split("\n")]
-        with contextlib.suppress(BrokenPipeError):
+        try:
             print("\n".join(lines), file=self._out, flush=True)
+        except OSError as error:  # whoever reads is gone, or the disk is full: no reason for ranks to stand for ever
+            if not isinstance(error, BrokenPipeError):
+                print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())  # for what is flushed at the end, too
 
     def _tame(self, text: str) -> str:
         """Without what a terminal would obey, or cannot show: a text may be a file's, a script's or an error's."""

@@ -221,6 +221,9 @@ def read(folder: str | os.PathLike[str]) -> dict[int, RankDigests]:
     except OSError as error:
         raise DataError(f"{error.filename or path}: {error.strerror}.") from None
     ranks = {int(of.begins[first]["rank"]): of for of in found if (first := min(of.begins, default=None)) is not None}
+    for rank, of in ranks.items():
+        if of.path.name != name_of(rank):
+            raise DataError(f"{of.path}: is the file of rank {rank}, by its first line.")
     if not ranks:
         raise DataError(f"{folder}: holds no digests.  Train with --digests, or within digesting().")
     return ranks
