@@ -31,6 +31,7 @@ from mpitrain.checkpoint.manifest import FileEntry, Logical, Manifest, Slab
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.together import together
 from mpitrain.errors import CheckpointError, UserError
+from mpitrain.recording.outside import heard
 
 _WAY_OUT = "\nEarlier checkpoints are as they were: see to the disk, and go on with --resume latest."
 
@@ -130,6 +131,8 @@ class Saving:
         try:
             agreed(world, self._write, f"{draft / self._file} cannot be written", _WAY_OUT)
             mine = None if self._written is None else [tuple(self._written.entry), self._written.slabs]
+            if self._thread is not None:  # a replay may have begun in steps that it skips, with other values
+                mine = heard("what was written", lambda: mine)
             told = world.exchange([self._file, mine, self._told])
             agreed(world, lambda: self._conclude(told), f"{self.folder} cannot be completed", _WAY_OUT)
         except UserError:

@@ -191,9 +191,12 @@ class _Recorded:
         self._filled = recv is None
 
     def test(self) -> bool:
-        """True once it is complete; false for ever where the recording ends before that."""
-        if not self._filled and self._script.arrived(self._call):
-            self.wait()
+        """True once it is complete; false where the recording ends before that, until that is asked too often."""
+        if not self._filled:
+            if self._script.arrived(self._call):
+                self.wait()
+            else:
+                self._script.in_vain(self._call)
         return self._filled
 
     def wait(self) -> None:

@@ -23,6 +23,7 @@ from mpitrain.recording.reading import RankReader
 
 RECEIVES = ("recv", "irecv")
 LONGEST_TOLD = 120  # characters of a text that is told
+MOST_TESTS = 1000  # of requests that are never complete, at the end of a recording
 WAY_OUT = "Is it the code, the data and the machine of the recording?  --keep-going tells what else differs."
 
 
@@ -59,6 +60,7 @@ class Script:
         self.compared = self.answered = 0
         self.before: Callable[[int], None] | None = None
         self.over = False
+        self._tests = 0
 
     def call(self, axis: Communicator, verb: str, a: Array, how: Sequence[Any], peer: int) -> Call:
         """The recorded call that this one is.
@@ -155,6 +157,18 @@ class Script:
         if got is not None:
             self.reader.put_back(got)
         return got is not None
+
+    def in_vain(self, call: Call) -> None:
+        """A request was tested that is never complete.
+
+        Raises:
+            EndOfRecording: nothing else is recorded either, and it was asked so often that the program waits for it.
+        """
+        line = self.reader.peek()
+        if line is None or isinstance(line, End):
+            self._tests += 1
+            if self._tests > MOST_TESTS:
+                raise EndOfRecording(self.unanswered(call))
 
     def number(self, call: Call) -> str:
         """`message 57 of 105`."""

@@ -263,6 +263,21 @@ def test_a_recording_that_was_cut_is_good_up_to_there(tmp_path, lines):
     assert outcome.differences == []
 
 
+def test_a_rank_that_asks_for_what_never_comes_is_found_waiting(tmp_path, monkeypatch):
+    def polls():
+        request = world().iall_reduce(np.ones(3))
+        while not request.test():
+            pass
+
+    changed(monkeypatch, "messages", polls)
+    made(tmp_path / "r", "messages")
+    lines = index(tmp_path / "r").read_bytes().splitlines(keepends=True)
+    place = next(number for number, line in enumerate(lines) if b'"is":"got"' in line)
+    index(tmp_path / "r").write_bytes(b"".join(lines[:place]))
+    outcome, _ = again(tmp_path / "r", 1, "messages")
+    assert outcome.end.startswith("in message 1 of 1, iall_reduce on world, which was not answered any more")
+
+
 def test_a_rank_that_ended_in_an_error_does_so_again(tmp_path, monkeypatch):
     def program():
         world().all_reduce(np.ones(2))
@@ -464,3 +479,10 @@ def test_a_disk_with_too_little_room_is_refused_and_nothing_is_left(tmp_path, mo
     with pytest.raises(RecordingError, match=r"needs about \d+ MiB, 1 MiB are free there"):
         trained(tmp_path)
     assert list((tmp_path / "r").iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_save_that_ends_in_the_recorded_steps_and_digests_are_no_difference(tmp_path, rank):
+    flags = ["--async-save", "--save-every", "1", "--digests", "1", "--record-steps", "3:4"]
+    trained(tmp_path, *flags)
+    assert main([str(tmp_path / "r"), "--rank", str(rank)]) == 0

@@ -344,7 +344,7 @@ def test_dropout_masks_follow_from_the_step_not_from_what_ran_before():
         ),
         (
             lambda axis: leave(Tensor(np.ones((2, 10, 8))), axis, sequence_parallel=True),
-            "reduce_scatter: dim 1 of shape (2, 10, 8) is not divisible by axis tp of size 4",
+            "reduce_scatter: dim 1 of shape (2, 10, 8) is not divisible by axis tp of size 4, at sequence.py:",
         ),
     ],
 )
@@ -357,4 +357,5 @@ def test_what_does_not_divide_is_refused_on_every_rank_before_any_message(make, 
         assert not heard
         return str(refused.value)
 
-    assert LocalWorld(4).run(main) == [says] * 4
+    told = LocalWorld(4).run(main)
+    assert set(told) == {told[0]} and told[0].startswith(says)

@@ -124,7 +124,8 @@ def digesting(
     if every < 1 or limit < 1:
         raise ConfigError(f"digests of each {every}-th step in {limit} MiB: both must be at least 1.")
     path = Path(folder) / FOLDER
-    together(world, lambda: _made(path), here=world.rank == 0)
+    here = world.rank == 0 or world.kind == "replay"  # which has a folder of its own, and no rank 0
+    together(world, lambda: _made(path), here=here)
     writer: Writer | None = together(world, lambda: _writer(path / name_of(world.rank), limit, world.rank == 0))
     assert writer is not None
     digester = Digester(world, writer, every, {"facts": {**_made_with(world), **(facts or {})}})
