@@ -15,7 +15,9 @@ mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +48,7 @@ def guarded(command: Callable[[], int]) -> int:
         if _has_guard() or _is_local_rank():
             raise
         if is_first(os.environ):
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(folded(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         else:
             time.sleep(PATIENCE)
         return error.exit_code
@@ -55,6 +57,17 @@ def guarded(command: Callable[[], int]) -> int:
             raise
         print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED_CODE
+
+
+def folded(text: str) -> str:
+    """A message as standard error shows it: a terminal would break its lines in the middle of words."""
+    if not sys.stderr.isatty():
+        return text
+    width = max(20, shutil.get_terminal_size().columns)
+    return "\n".join(
+        textwrap.fill(line, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
 
 
 def _dispatch(words: list[str]) -> int:

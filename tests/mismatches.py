@@ -682,19 +682,22 @@ def main() -> None:
     ways = {"local": on_threads, "mpi": on_processes}
     chosen = [word for word in options.words if word in ways] or list(ways)
     names = [word for word in options.words if word not in ways] or list(CASES)
-    good = 0
+    good = done = 0
+    total = len(names) * len(chosen)
     for name in names:
         for way in chosen:
+            done += 1
             case = CASES[name]
             said = ways[way](case, options.turns)
             found = verdict(case, said)
             missing = " ".join(what for what, has in found.items() if not has)
             good += not missing
-            print(f"{name:32} {way:6} {said.seconds:5.1f} s  {'lacks ' + missing if missing else 'ok'}", flush=True)
+            word = f"lacks {missing}" if missing else "ok"
+            print(f"{done:3} of {total}  {name:32} {way:6} {said.seconds:5.1f} s  {word}", flush=True)
             if options.verbose:
                 print("".join(f"    {line}\n" for line in said.text.splitlines()), flush=True)
-    print(f"{good} of {len(names) * len(chosen)} have all")
-    sys.exit(good < len(names) * len(chosen))
+    print(f"{good} of {total} have all")
+    sys.exit(good < total)
 
 
 def run_one(name: str, turns: int) -> None:

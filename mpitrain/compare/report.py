@@ -102,7 +102,9 @@ def of_walk(walk: Walk, notes: Sequence[str] = ()) -> list[str]:
         largest = max(walk.largest.values(), default=0.0)
         lines.append(f"  largest  {largest:.2g} of what rounding may make")
     bits = walk.bits
-    if bits is not None and bits is not walk.first:
+    if bits is not None and walk.first is not None and walk.first.problem and bits is not walk.first:
+        lines += _wrapped(f"  earlier  other bytes, within rounding, from {_title(bits)} on", 11)
+    elif bits is not None and bits is not walk.first:
         lines += [f"Their bytes differ first at {_title(bits)}", *_details(bits)]
     elif walk.same_layout and walk.first is None and walk.steps:
         lines.append("  bytes    the same everywhere")
@@ -152,7 +154,10 @@ def _details(finding: Finding) -> list[str]:
     if finding.problem:
         lines += _wrapped(f"  problem  {finding.problem}", 11)
     gap = finding.gap
-    if gap is not None and (gap.error or not finding.problem):
+    if gap is not None and finding.problem and gap.share <= 1:
+        if gap.error:  # what is wrong is not the distance: it must not read like the reason
+            lines.append(f"  values   equal within rounding: {gap.error:.3g} apart, it may make {gap.allowed:.2g}")
+    elif gap is not None:
         relative = f", {gap.relative:.2g} of it" if not math.isnan(gap.relative) else ""
         if gap.what in _SUMS:
             lines.append(f"  sum      {_SUMS[gap.what]}")

@@ -11,6 +11,7 @@ from mpitrain.blas import one_thread
 from mpitrain.comm.script import EndOfRecording, Script
 from mpitrain.errors import RecordingError
 from mpitrain.options import Interval, Option, help_text, read_flags, show
+from mpitrain.recording.outline import outline, told_spans
 from mpitrain.recording.reading import RankReader, ranks_in
 from mpitrain.replay import stop
 from mpitrain.replay.forward import Forward
@@ -29,7 +30,15 @@ OPTIONS = {
     for option in (
         Option("rank", int, None, "which rank", Interval(0, 2**20), metavar="N", unset="default: tell what is there"),
         Option("pdb", bool, False, "debug it: from its first step, or line, on, and where it differs", off="--no-pdb"),
-        Option("at", int, None, "debug it before message N", Interval(1, 10**12), metavar="N", unset="default: not"),
+        Option(
+            "at",
+            int,
+            None,
+            "debug it in the line that sends message N",
+            Interval(1, 10**12),
+            metavar="N",
+            unset="default: not",
+        ),
         Option("keep_going", bool, False, "tell all values that differ, and go on", off="--no-keep-going"),
         Option("run", str, None, "keep what the run writes", metavar="FOLDER", unset="default: it is removed"),
     )
@@ -64,8 +73,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     assert isinstance(rank, int)
     one_thread()
-    reader = RankReader(folder, rank)
     debug, at = bool(flags.get("pdb")), flags.get("at")
+    if isinstance(at, int):
+        _can_stop(folder, rank, at)
+    reader = RankReader(folder, rank)
     keep_going = bool(flags.get("keep_going"))
     with tempfile.TemporaryDirectory(prefix="mpitrain-replay-") as own_folder:
         place = Path(str(flags["run"])) if flags.get("run") else Path(own_folder)
@@ -80,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         def before(n: int) -> None:
             if n == at:
                 stopped.append(n)
-                stop.here(f"before message {n}")
+                stop.here(f"before message {n}", steps=True)
 
         def prepare(script: Script, forward: Forward) -> None:
             if at is not None:
@@ -103,9 +114,25 @@ def main(argv: Sequence[str]) -> int:
         except bdb.BdbQuit:
             return 130
     if at is not None and not stopped:
-        print(f"message {at}, before which to stop, was not made again; there are {outcome.of:,}")
+        print(f"message {at}, before which to stop, was not made again: the rank ended before it")
     print(_verdict(rank, outcome))
     return 2 if outcome.differences else 0
+
+
+def _can_stop(folder: Path, rank: int, at: int) -> None:
+    """Refuse a message that the replay will not come to.
+
+    Raises:
+        RecordingError: it is not recorded; which are.
+    """
+    found = outline(folder, rank)
+    if found.has(at):
+        return
+    steps = f"\nMessages {found.steps[0]} to {found.steps[1]} are of recorded steps." if found.steps else ""
+    raise RecordingError(
+        f"--at {at}: that message of rank {rank} is not in {folder}, so a replay cannot stop there.\n"
+        f"Recorded are {told_spans(found.spans) or 'none'}.{steps}"
+    )
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -162,6 +189,7 @@ def _told(folder: Path) -> str:
     """
     lines: list[str] = []
     broken: list[str] = []
+    ways: list[str] = []
     for rank in ranks_in(folder):
         try:
             reader = RankReader(folder, rank)
@@ -176,13 +204,26 @@ def _told(folder: Path) -> str:
             words = " ".join(show(word) for word in header["words"])
             lines += [
                 f"{folder}: {which} of a run on {header['size']} ranks ({header['library']})",
-                f"  {header['program']} {words[:600]}".rstrip(),
+                f"  of {'the trainer with' if header['program'] == 'train' else 'a script:'} {words[:600]}".rstrip(),
             ]
+            script = "" if header["program"] == "train" else " SCRIPT [args]"
+            again = f"mpitrain replay {folder} --rank {rank}"
+            ways = [f"run one again:      {again}{script}", f"stop at a message:  {again} --at N{script}"]
         size = sum(path.stat().st_size for path in folder.glob(f"rank-{rank:05}[-.]*"))
-        lines.append(f"  rank {rank}: {reader.messages:,} messages, {size / 2**20:,.1f} MiB, on {header['host']}")
+        lines.append(f"  rank {rank}: {_messages(folder, rank, reader)}, {size / 2**20:,.1f} MiB, on {header['host']}")
     if not lines:
         raise RecordingError(broken[0].partition(": ")[2] if broken else f"{folder} holds no recording.")
-    return "\n".join([*lines, *broken])
+    return "\n".join([*lines, *broken, *ways])
+
+
+def _messages(folder: Path, rank: int, reader: RankReader) -> str:
+    """How many messages there were, and which of them a replay can stop at."""
+    try:
+        found = outline(folder, rank)
+    except RecordingError as error:
+        return f"{reader.messages:,} messages; {error}"
+    which = f"{found.steps[0]} to {found.steps[1]} of recorded steps" if found.steps else ""
+    return f"{reader.messages:,} messages" + (f" ({which})" if which else "")
 
 
 def _verdict(rank: int, outcome: Outcome) -> str:

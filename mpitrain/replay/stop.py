@@ -37,10 +37,10 @@ def at(frame: FrameType | None, why: str) -> None:
         sys.settrace(debugger.trace_dispatch)
 
 
-def here(why: str) -> None:
-    """A prompt in the program: outside of what carries its messages and makes its steps."""
+def here(why: str, steps: bool = False) -> None:
+    """A prompt in the program, outside of what carries its messages; `steps`: what makes its steps is program, too."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_program(frame):
+    while frame is not None and not _is_program(frame, steps):
         frame = frame.f_back
     at(frame, why)
 

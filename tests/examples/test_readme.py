@@ -512,12 +512,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     # docs/reference/checkpoint-commands.md
     # docs/how-to/trace-a-run.md
-    "mpirun -n 8 python examples/train_gpt.py --run runs/a --trace": (
+    "./run_mpi.sh -n 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --microbatches 4 --steps 22 --run runs/a --trace": (
         f"mpirun -n 2 python examples/train_gpt.py --run runs/a --trace --steps 2 {TINY}; ls runs/a/trace",
         MPI,
     ),
-    "./run_mpi.sh -n 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --steps 50 --run runs/traced --trace": (
-        f"mpitrain local -n 4 examples/train_gpt.py --tp 2 --pp 2 --layers 2 --steps 2 --trace --run runs/a {TINY}",
+    "./run_mpi.sh -n 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --microbatches 4 --steps 20 --run runs/traced --trace"
+    " --trace-ops 1": (
+        "mpitrain local -n 4 examples/train_gpt.py --tp 2 --pp 2 --microbatches 4 --steps 2 --trace --trace-ops 1"
+        f" --run runs/a {TINY} --layers 2",
         "",
     ),
     "mpitrain trace runs/traced --html timeline.html": (
@@ -650,9 +652,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mpitrain compare runs/on-1 runs/on-4": ("ls examples/bugs/08_drifts_apart.py", ""),
     "mpitrain trace runs/slow": (f"{TRACED}; mpitrain trace runs/a", ""),
     # docs/how-to/find-a-mismatch.md
-    "MPITRAIN_CHECK=1 mpirun -n 4 python train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
+    "MPITRAIN_CHECK=1 ./run_mpi.sh -n 4 train.py": ("MPITRAIN_CHECK=1 mpirun -n 2 python train.py", MPI),
     "PYTHONPATH=.:tests python tests/mismatches.py": (f"python {ROOT}/tests/mismatches.py local op dims", ""),
-    "mpirun -n 2 python benchmarks/checked_cost.py": (
+    "./run_mpi.sh -n 2 benchmarks/checked_cost.py": (
         f"mpirun -n 2 python {ROOT}/benchmarks/checked_cost.py --sizes mini --layouts dp2 --rounds 2",
         MPI,
     ),

@@ -295,6 +295,25 @@ def test_of_one_layout_the_rank_and_the_bytes_are_told(tmp_path: Path) -> None:
     assert found.first.ranks == (3,)
 
 
+def test_ranks_that_should_hold_the_same_and_do_not_are_the_reason_and_not_sums_within_rounding(tmp_path: Path) -> None:
+    of = case("tp2")
+    run(tmp_path / "a", of, of.layout, np.float32)
+    with (
+        other_values(GeluTanh, "blocks.0.mlp", lambda x: x * np.float32(1 + 3e-7)),
+        other_values(LayerNorm, "norm", lambda x: x * np.float32(1 + 3e-7 * world().rank)),
+    ):
+        run(tmp_path / "b", of, of.layout, np.float32)
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert found.first is not None
+    assert found.bits is not found.first
+    said = of_walk(found)
+    assert said[0].startswith("They part at step 1, forward: ")
+    assert said[2] == "  problem  in run 2 rank 1 of axis tp holds other bytes than the ranks beside"
+    assert not [line for line in said if "bytes differ first" in line or "rounding may make" in line]
+    assert "  values   equal within rounding: " in "\n".join(said)
+    assert "  earlier  other bytes, within rounding, from step 1, forward: gelu_tanh in blocks.0.mlp on" in said
+
+
 def test_other_kernels_are_no_other_run_but_other_bytes(tmp_path: Path) -> None:
     levels, level = kernels.levels(), kernels.level()
     if len(levels) < 2:

@@ -446,9 +446,27 @@ def test_a_condition_on_a_parameter_is_about_its_own_part_of_the_gradient(script
     assert "  net.down, part of its gradient: float64 (5, 2)" in printed
 
 
-def test_a_breakpoint_on_a_parameter_that_no_model_has_says_so_as_soon_as_there_is_one(script):
-    printed = play(script(TRAINS), 2, ["break parameter up", "to F0@0", "break parameter up", "quit"])[1]
-    assert printed.count("no parameter is called up; near: net.up") == 1
+def test_a_breakpoint_on_a_parameter_that_no_model_has_is_refused_or_removed_with_the_first_action(script):
+    printed = play(script(TRAINS), 2, ["break parameter ups", "c", "break parameter ups", "breaks", "quit"])[1]
+    assert "breakpoint 1 is removed: no parameter is called ups; near: net.up" in printed
+    assert "! no parameter is called ups; near: net.up" in printed
+    assert "no breakpoints; break makes one" in printed
+
+
+def test_the_end_of_a_parameters_name_is_enough_for_a_breakpoint(script):
+    code, printed = play(script(TRAINS), 2, ["break parameter up rank 0 op *.backward", "c", "c", "breaks", "quit"])
+    assert code == 0
+    assert printed.count("linear.backward") == 2
+    assert "  1 keep  2 hits   parameter net.up rank 0 op *.backward" in printed
+
+
+def test_what_was_never_reached_is_said_at_the_end(script):
+    code, printed = play(script(TRAINS), 2, ["break op foo", "break F0@0 step 3 rank 1", "c", "to op bar"])
+    assert code == 0
+    assert printed.splitlines()[-2:] == [
+        "op bar was never reached: the run had 3 steps",
+        "breakpoint 1 (op foo) was never hit",
+    ]
 
 
 def test_what_the_rules_of_states_object_to_is_told_once_and_can_be_waited_for():

@@ -397,7 +397,7 @@ def test_a_folder_is_told_about(tmp_path, script, capsys):
     ("words", "typed", "said"),
     [
         (["--at", "2"], "p x.tolist()\nn\nc\n", "[0.0, 2.0, 4.0, 6.0]"),
-        (["--at", "3"], "", "message 3, before which to stop, was not made again; there are 2"),
+        (["--at", "2"], "w\nc\n", "return world().all_gather(x)"),
         (["--pdb"], "n\np __name__\nc\n", "'__main__'"),
         (["--pdb", "1.5"], "c\np x\nq\n", "here it ended"),
     ],
@@ -415,6 +415,52 @@ def test_it_can_be_debugged(tmp_path, script, monkeypatch, capsys, words, typed,
         main(call)
     out = capsys.readouterr().out
     assert said in out
+
+
+def test_it_stops_in_a_method_of_the_package_that_is_named(tmp_path, monkeypatch, capsys):
+    """As docs/how-to/record-and-replay.md types it: a number of a line would not stay true."""
+    import io
+    from bdb import Breakpoint
+
+    for name, none in (("next", 1), ("bplist", {}), ("bpbynumber", [None])):  # they are of all debuggers of a process
+        monkeypatch.setattr(Breakpoint, name, none)
+    trained(tmp_path, "--record-steps", "2:3")
+    typed = "from mpitrain.parallel.tensor import ColumnLinear\nb ColumnLinear.forward\nc\np ('x is', x.shape)\nq\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    capsys.readouterr()
+    assert main([str(tmp_path / "r"), "--rank", "1", "--pdb"]) == 130
+    out = capsys.readouterr().out
+    assert "the first step that is made again" in out
+    assert "tensor.py" in out
+    assert "('x is', (" in out
+
+
+def test_messages_that_can_be_stopped_at_are_told_and_others_refused(tmp_path, monkeypatch, capsys):
+    import io
+
+    trained(tmp_path, "--record-steps", "2:2")
+    calls = [one for one in lines_of(index(tmp_path / "r")) if one.get("is") == "call"]
+    numbers = [one["n"] for one in calls]
+    of_steps = [one["n"] for one in calls if one["step"]]
+    left_out = next(n for n in range(1, numbers[-1]) if n not in numbers)
+    capsys.readouterr()
+    assert main([str(tmp_path / "r")]) == 0
+    said = capsys.readouterr().out
+    assert f"({of_steps[0]} to {of_steps[-1]} of recorded steps)" in said
+    assert f"mpitrain replay {tmp_path / 'r'} --rank" in said
+    for at in (left_out, numbers[-1] + 1):
+        with pytest.raises(RecordingError, match=f"Messages {of_steps[0]} to {of_steps[-1]} are of recorded steps"):
+            main([str(tmp_path / "r"), "--rank", "1", "--at", str(at)])
+    sites = {one["site"]: one for one in calls if one["step"]}
+    assert {site.partition(":")[0] for site in sites} >= {"data.py", "executor.py"}, sites
+    for one, more in [*((one, []) for one in sites.values()), (calls[-1], ["--pdb"])]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("c\n"))
+        main([str(tmp_path / "r"), "--rank", "1", "--at", str(one["n"]), *more])
+        said = capsys.readouterr().out
+        assert f"--- before message {one['n']}" in said
+        file, _, line = one["site"].partition(":")
+        assert f"{file}({line})" in said
+        assert "first step that is made again" not in said
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------

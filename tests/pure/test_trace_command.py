@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the made-up traces are
 from traces import ranks_of, send, together, trace_of
 
+from mpitrain.cli import folded
 from mpitrain.cli import main as cli
 from mpitrain.debug.trace.records import MEMORY, RankTrace, Trace
 from mpitrain.errors import ConfigError, DataError, LaunchError
@@ -435,3 +436,14 @@ def test_headings_are_bold_for_a_person_alone(monkeypatch):
     assert command._mark("x") == "\033[1mx\033[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert command._mark("x") == "x"
+
+
+def test_a_terminal_does_not_break_a_message_within_a_word(monkeypatch):
+    text = "DataError: runs/nothere: No such file or directory.  Train with --trace, or name the folder.\nIt is short."
+    assert folded(text) == text  # a file has no width
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = folded(text).split("\n")
+    assert max(map(len, lines)) <= 40
+    assert " ".join(lines).split() == text.split()
+    assert lines[-1] == "It is short."

@@ -260,7 +260,7 @@ def test_files_of_another_trace_in_the_folder_are_left_out(tmp_path):
 def test_nothing_to_read_is_said(tmp_path):
     with pytest.raises(DataError, match="holds no trace"):
         read(tmp_path)
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match=r"No such file or directory\.  Train with --trace"):
         read(tmp_path / "nowhere")
     raw(tmp_path, magic=b"something else entirely")
     with pytest.raises(DataError, match="no file of a trace that can be read"):

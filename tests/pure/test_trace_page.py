@@ -284,8 +284,14 @@ def test_signs_that_cannot_be_seen_or_turn_text_around_are_replaced():
 def test_facts_are_a_few_short_lines_of_what_is_understood():
     rank = RankTrace(0, 1, facts={f"f{n}": n for n in range(50)})
     assert len(facts_of(Trace([rank]))) == 12
-    rank.facts = {"layout": {"pp": 2, "ep": 1}, "schedule": {"name": "1f1b", "microbatches": 4}, "predicted": {"x": 1}}
-    assert facts_of(Trace([rank])) == [("layout", "pp 2"), ("schedule", "1f1b, 4 micro-batches")]
+    rank.facts = {"layout": {"pp": 2, "edp": 2, "ep": 2, "tp": 1}}
+    assert facts_of(Trace([rank])) == [("layout", "pp 2 edp 2 ep 2")]
+    rank.facts = {
+        "layout": {"pp": 2, "edp": 4, "ep": 1},
+        "schedule": {"name": "1f1b", "microbatches": 4},
+        "predicted": {"x": 1},
+    }
+    assert facts_of(Trace([rank])) == [("layout", "pp 2 dp 4"), ("schedule", "1f1b, 4 micro-batches")]
 
 
 def test_the_page_is_its_owners_and_a_link_in_its_place_is_not_followed(tmp_path):

@@ -387,6 +387,32 @@ def test_memory_has_a_gap_where_steps_were_not_looked_at(page):
     ]
 
 
+def test_memory_is_drawn_on_lighter_where_steps_were_not_looked_at(page):
+    moments = "[[1, 5], [1, 6], [11, 8]].map(([step, time]) => ({ step, time: 1e6 * time }))"
+    page.evaluate("show(0, 2e7)")
+    drawn = page.evaluate(f"betweenStretches(stretchesOf({moments})).map((two) => two.map(({{ time }}) => time / 1e6))")
+    assert drawn[0] == [6, 8]
+    assert drawn[1] == [8, page.evaluate("Math.max(8, model.end / 1e6)")]
+
+
+def test_without_a_cursor_the_memory_of_owners_is_that_of_the_peak(page):
+    page.locator("#memory-rank").select_option("0")
+    page.evaluate("view.cursor = null; drawMemory()")
+    assert page.locator("#owners-at").inner_text() == "at its peak:"
+    moment = "model.held.ranks[0].moments.find((one) => one.total === model.held.ranks[0].peak)"
+    held = page.evaluate(f"model.held.named.map((owner) => bytesText({moment}.bytes.get(owner) || 0))")
+    assert page.locator("#owners b").all_inner_texts() == held
+
+
+def test_owners_have_one_colour_in_all_pages(page):
+    for names in (["weights", "activations"], ["activations", "x", "optimizer state", "weights", "constructor"]):
+        numbers = dict(zip(names, page.evaluate("(names) => ownerColours(names, true)", names), strict=True))
+        assert (numbers["weights"], numbers["activations"]) == (1, 5)
+        assert len(set(numbers.values()) - {8}) == len(names)
+    eight = ["gradients", *"abcdefg"]
+    assert sorted(page.evaluate("(names) => ownerColours(names, false)", eight)) == list(range(1, 9))
+
+
 def test_the_losses_are_those_of_the_metrics(page):
     assert page.locator("#loss").get_attribute("aria-label") == "Loss from 5.500 at step 1 to 1.600 at step 40"
     assert "validation (dots) 2.0000" in page.locator("#loss-said").inner_text()

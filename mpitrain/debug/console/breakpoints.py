@@ -27,7 +27,8 @@ _KINDS = ("action", "op", "message", "arrival")
 class Breakpoint:
     """One of them.
 
-    temporary: it goes when it is hit.  last: by rank, where it was at the last event, for a condition that is a place.
+    temporary: it goes when it is hit.  loose: the same with its parameter's name as the end of one, until all names
+    are known.  last: by rank, where it was at the last event, for a condition that is a place.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Breakpoint:
     temporary: bool = False
     enabled: bool = True
     hits: int = 0
+    loose: Condition | None = None
     last: dict[int, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -45,7 +47,7 @@ class Breakpoint:
     def is_hit(self, happening: Happening) -> bool:
         """Whether an event is what it waits for; to be asked at all events."""
         if not self.condition.is_a_place:
-            return self.condition.holds(happening)
+            return self.condition.holds(happening) or (self.loose is not None and self.loose.holds(happening))
         return self._comes_there(happening)
 
     def _comes_there(self, happening: Happening) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpitrain.comm.local import run_script
 from mpitrain.comm.world import World
-from mpitrain.debug.console import commands, completion, failure, source
+from mpitrain.debug.console import commands, completion, failure, source, stopping
 from mpitrain.debug.console.breakpoints import Breakpoints
 from mpitrain.debug.console.follow import Follow
 from mpitrain.debug.console.main_thread import MainThread
@@ -34,6 +34,7 @@ WRONG, STANDING, INTERRUPTED = 2, 3, 130
 """Exit codes: a command cannot be done; the commands are used up and ranks still stand; Ctrl-C."""
 
 _PATIENCE = 10.0  # seconds in which ranks are to end once that was asked for: some catch everything, and go on
+_MOST_MISSED = 10  # breakpoints that are named at the end of a run
 _NAMES = 2  # the Ctrl-C of a run that names the rank which does not stop; the next one ends it
 
 
@@ -54,6 +55,7 @@ class Console:
         over: why the run is over, where all can still be looked at: a failure; "" before.
         repeats: the command that an empty line stands for; "" if there is none.
         remark: what to say at the next prompt.
+        aim: where ranks go, in words, if that was said by a condition; "" if not.
     """
 
     def __init__(self, size: int, path: str, argv: Sequence[str], terminal: Terminal) -> None:
@@ -70,6 +72,7 @@ class Console:
         self.over = ""
         self.repeats = ""
         self.remark = ""
+        self.aim = ""
         self._shown_trouble = False
         self._code = 0
         self._last_call: threading.Timer | None = None
@@ -91,15 +94,30 @@ class Console:
     def _end(self) -> None:
         if self.over or not self.stepper.views:  # quit, or a script that cannot be run, of which the reason was told
             return
+        for text in self._never():
+            self.say(self.terminal.quiet(text))
         left = self.terminal.left
         if left:
             self.say(self.terminal.quiet(f"all ranks have ended; {left} command{'s' if left > 1 else ''} not done"))
         elif self.terminal.is_interactive:
             self.say(self.terminal.quiet("all ranks have ended"))
 
+    def _never(self) -> list[str]:
+        """What did not happen until the end of the run, though it was waited for."""
+        steps = max(view.step for view in self.stepper.views.values())
+        had = f": the run had {steps} step{'s' * (steps > 1)}" if steps else ""
+        texts = [f"{self.aim} was never reached{had}"] if self.aim else []
+        missed = [point for point in self.breakpoints if point.enabled and not point.hits]
+        texts += [f"breakpoint {point.number} ({point.condition}) was never hit" for point in missed[:_MOST_MISSED]]
+        if len(missed) > _MOST_MISSED:
+            texts.append(f"nor were {len(missed) - _MOST_MISSED} more")
+        return texts
+
     def _interrupt(self, times: int) -> None:
         """Ctrl-C while ranks run."""
         self.stepper.interrupted = True
+        if times == 1:
+            self.say("\nstops at the next event; Ctrl-C again says where it is")
         if times == _NAMES:
             for view in self.stepper.views.values():
                 if view.rank.room.holder is view.rank:
@@ -141,6 +159,8 @@ class Console:
     def _halt(self, view: View, event: Event) -> str:
         """Why to stop; a condition that cannot be asked costs its breakpoints, and not the run."""
         try:
+            if event.kind == "action" and (text := stopping.settle(self)):
+                return text
             return self.breakpoints.halt(view, event)
         except Exception as error:
             for point in self.breakpoints:
@@ -258,6 +278,7 @@ class Console:
 
     def _stand(self, why: str) -> None:
         """One stay at the prompt; returns when ranks are to go on."""
+        self.aim = ""
         try:
             self._greet(why)
         except KeyboardInterrupt:
@@ -335,6 +356,9 @@ class Console:
             self.terminal.warn(str(error))
         except Exception as error:  # a mistake of ours must not cost the session
             self.terminal.warn(f"{line.text.split()[0]} failed by a mistake of the console, {failure.place_of(error)}")
+        if not line.place and self.terminal.left:  # the rest of a typed line
+            self.say(self.terminal.quiet("what follows it is left out"))
+            self.terminal.forget_script()
         if line.place:
             self.terminal.warn(f"{line.place}: this command cannot be done; what follows it is left out")
             self.terminal.forget_script()

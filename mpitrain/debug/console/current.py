@@ -47,16 +47,33 @@ def find(views: Sequence[Watch], word: str) -> list[tuple[str, list[Found]]]:
     known = list(dict.fromkeys(each for of_rank in here for each in of_rank))
     meant = [each for each in known if not rest or each == rest]
     if not meant:
+        if name in ("input", "output") and (back := [view for view in views if _walks_back(view)]):
+            raise ConsoleError(f"rank {back[0].rank} {_missing(back[0], name)}")
         raise ConsoleError(_nothing(name, rest, known))
     titles = [f"{name}.{each}" if each else name for each in meant]
-    missing = "has none just now"
+    missing = [_missing(view, name) for view in views]
     return [
         (
             title,
-            [of_rank.get(each) or Found(view.rank, None, missing) for view, of_rank in zip(views, here, strict=True)],
+            [
+                of_rank.get(each) or Found(view.rank, None, why)
+                for view, of_rank, why in zip(views, here, missing, strict=True)
+            ],
         )
         for title, each in zip(titles, meant, strict=True)
     ]
+
+
+def _walks_back(view: Watch) -> bool:
+    is_op = view.event is not None and view.event.kind == "op"
+    return is_op and view.op is not None and view.op.is_backward
+
+
+def _missing(view: Watch, name: str) -> str:
+    """Why a rank has none of that name."""
+    if name in ("input", "output") and _walks_back(view):
+        return "is in an op of the way back: show grad is what came, input_grad what it has made"
+    return "has none just now"
 
 
 def _nothing(name: str, rest: str, known: Sequence[str]) -> str:

@@ -52,8 +52,14 @@ def memory(views: Sequence[Watch], words: str, focus: int, width: int = 100) -> 
     """
     if words.strip():
         view = view_of(views, words.strip())
-        lines = [f"memory of rank {view.rank}", *view.ledger.table().splitlines()]
-        return "\n".join([*lines, *_troubles([view], width)])
+        ledger = view.ledger
+        ledger.settle()
+        rows = [["", "now", "at peak", "largest"]]
+        for owner in [each for each in OWNERS if ledger.largest.get(each)]:
+            columns = (ledger.now, ledger.at_peak, ledger.largest)
+            rows.append([owner, *(nbytes(column.get(owner, 0)) for column in columns)])
+        rows.append(["all", nbytes(ledger.total), nbytes(ledger.peak), ""])
+        return "\n".join([f"memory of rank {view.rank}", *aligned(rows).splitlines(), *_troubles([view], width)])
     for view in views:
         view.ledger.settle()
     owners = [owner for owner in OWNERS if any(view.ledger.now.get(owner) for view in views)]

@@ -97,19 +97,20 @@ def to(console: Console, words: str) -> bool:
     if never := never_of(console, condition):
         raise ConsoleError(never)
     if condition.is_a_place:
-        return _go(console, _place(condition), None)
-    return _go_to(console, _To(console, condition), None)
+        return _go(console, _place(condition), None, str(condition))
+    return _go_to(console, _To(console, condition), None, str(condition))
 
 
 def _to(console: Console, asked: _Asked) -> bool:
     """To the next action of a name or kind, or the N-th."""
-    return _go_to(console, _To(console, parse(f"action {asked.action}"), asked.times), asked.only)
+    aim = asked.action if asked.times == 1 else f"{asked.action}, {asked.times} times,"
+    return _go_to(console, _To(console, parse(f"action {asked.action}"), asked.times), asked.only, aim)
 
 
-def _go_to(console: Console, goal: _To, only: Container[int] | None) -> bool:
+def _go_to(console: Console, goal: _To, only: Container[int] | None, aim: str) -> bool:
     if goal.is_nowhere():
         raise ConsoleError(goal.why)
-    return _go(console, goal, only)
+    return _go(console, goal, only, aim)
 
 
 class _To:
@@ -211,8 +212,9 @@ def _read(console: Console, name: str, words: str) -> _Asked:
     return _Asked(kind, action, count, only)
 
 
-def _go(console: Console, goal: Goal | None, only: Container[int] | None) -> bool:
+def _go(console: Console, goal: Goal | None, only: Container[int] | None, aim: str = "") -> bool:
     if console.over:
         raise ConsoleError("the run is over: ranks can be looked at, and do not go on; quit leaves")
+    console.aim = aim
     console.stepper.go(goal, only)
     return True

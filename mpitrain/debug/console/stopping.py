@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mpitrain.debug.console.conditions import WORDS, parse
+from mpitrain.debug.console.asked import near
+from mpitrain.debug.console.conditions import WORDS, Clause, Condition, parse
 from mpitrain.debug.console.moving import never_of
-from mpitrain.debug.console.words import nothing
+from mpitrain.debug.console.words import folded, nothing
 from mpitrain.errors import ConsoleError
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ break CONDITION      stop all ranks as soon as this holds on one of them
 {_CLAUSES}
   An action (F3@1) and a line (train.py:31) are understood without their word.  With a condition on
   a value ranks stop after the work, with the value there: show output; with any other before it.
-  With a parameter its own weight, or its part of the gradient, is the value.  Where only rank,
+  With a parameter its own weight, or its part of the gradient, is the value; a parameter and
+  op *.backward stop at its gradients alone.  Its name may be the end of one.  Where only rank,
   step, micro or path are named, ranks stop when one comes there.
     break op gelu.backward rank 3
     break message all_reduce axis dp step 2-
@@ -57,13 +58,65 @@ def _add(console: Console, words: str, temporary: bool = False) -> None:
     condition = parse(words)
     if never := never_of(console, condition):
         raise ConsoleError(never)
-    console.say(str(console.breakpoints.add(condition, temporary)))
-    pattern = next((value for word, value in condition.clauses if word == "parameter"), None)
-    names = {name for watch in console.watches.values() for name in watch.parameters}
-    is_known = all(watch.parameters for watch in console.watches.values())
-    if pattern is not None and is_known and not any(fnmatchcase(name, pattern) for name in names):
-        near = get_close_matches(pattern, names, 2, cutoff=0.4)
-        console.terminal.warn(f"no parameter is called {pattern}" + (f"; near: {' '.join(near)}" if near else ""))
+    if names := _names(console):
+        condition = _resolved(condition, names)
+    point = console.breakpoints.add(condition, temporary)
+    console.say(str(point))
+    words_ = [word for word, _ in condition.clauses]
+    if "at" in words_:
+        console.say("stops where an op or message comes from that line; for any line: pdb, then b 18")
+    if "parameter" in words_ and not names:
+        ends = [Clause(word, f"*.{value}" if word == "parameter" else value) for word, value in condition.clauses]
+        point.loose = Condition(tuple(ends))
+
+
+def settle(console: Console) -> str:
+    """Once all parameters are known: give breakpoints the full names, remove those whose name no parameter has.
+
+    Returns:
+        Why to stop: one was removed; "" if none was.
+    """
+    pending = [point for point in console.breakpoints if point.loose is not None]
+    names = _names(console) if pending else set()
+    if not names:
+        return ""
+    lost = []
+    for point in pending:
+        point.loose = None
+        try:
+            point.condition = _resolved(point.condition, names)
+        except ConsoleError as error:
+            console.breakpoints.delete(point)
+            lost += folded(f"breakpoint {point.number} is removed: {error}", console.terminal.width - 10)
+    return "\n".join(lost)
+
+
+def _names(console: Console) -> set[str]:
+    """Of all parameters; empty until every rank has a model that runs."""
+    watches = console.watches.values()
+    if len(watches) < console.size or any(watch.executor is None for watch in watches):
+        return set()
+    return {name for watch in watches for name in watch.parameters}
+
+
+def _resolved(condition: Condition, names: set[str]) -> Condition:
+    """With the full name of its parameter, of which the end is enough where only one has it.
+
+    Raises:
+        ConsoleError: no parameter has that name, or several have that end.
+    """
+    clauses = []
+    for word, value in condition.clauses:
+        if word == "parameter" and not any(fnmatchcase(name, value) for name in names):
+            ends = sorted(name for name in names if fnmatchcase(name, f"*.{value}"))
+            if not ends:
+                like = near(value, sorted(names))
+                raise ConsoleError(f"no parameter is called {value}" + (f"; near: {like}" if like else ""))
+            if len(ends) > 1 and not set("*?[") & set(value):
+                raise ConsoleError(f"{value} is the end of {', '.join(ends[:4])}; *.{value} means all of them")
+            value = ends[0] if len(ends) == 1 else f"*.{value}"
+        clauses.append(Clause(word, value))
+    return Condition(tuple(clauses))
 
 
 def breaks(console: Console, words: str) -> None:

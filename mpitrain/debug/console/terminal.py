@@ -145,7 +145,10 @@ class Terminal:
             self.say(f"{self.strong(prompt)}{line.text}")
             return line
         if self.is_interactive:
-            return Line(self.ask(prompt, completer), "")
+            text = self.ask(prompt, completer)
+            first, *rest = commands_of(text) or [Line(text, "")]
+            self._script = rest
+            return first
         if self._had_script:
             raise EOFError
         text = self._stdin.readline(MOST_CHARACTERS + 2)

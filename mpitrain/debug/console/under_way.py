@@ -113,6 +113,8 @@ def told(views: Mapping[int, View]) -> str:
         lines.append(f"{_pairs(whom)}: {text}")
     if not waiting:
         lines.append("nobody waits")
+    if any(not missing for missing in waiting.values()) and any(view.error is not None for view in views.values()):
+        lines.append("! where nobody is named all have come, and their calls do not fit: see the report above")
     found = ring(waiting)
     if found:
         lines.append(f"! a ring: {' -> '.join(map(str, [*found, found[0]]))}: none of them can ever go on")

@@ -60,7 +60,9 @@ def segments(folder: Path) -> dict[int, list[Path]]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}.") from None
+        raise DataError(
+            f"{folder}: {error.strerror}.  Train with --trace, or name the folder that tracing() was given."
+        ) from None
     found: dict[int, list[tuple[int, Path]]] = {}
     for name in names:
         match = _NAME.fullmatch(name)

@@ -120,7 +120,9 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
         elif key == "command" and isinstance(value, list):
             lines.append((key, " ".join(map(str, value))))
         elif key == "layout" and isinstance(value, Mapping):
-            lines.append((key, " ".join(f"{axis} {size}" for axis, size in value.items() if size != 1)))
+            known = "dp" if value.get("ep", 1) == 1 else "edp"  # without experts the replicas are simply dp
+            named = ((known if axis == "edp" else axis, size) for axis, size in value.items())
+            lines.append((key, " ".join(f"{axis} {size}" for axis, size in named if size != 1)))
         elif key == "schedule" and isinstance(value, Mapping):
             lines.append((key, f"{value.get('name', '')}, {value.get('microbatches', '?')} micro-batches"))
     return lines[:_FACTS]

@@ -11,6 +11,25 @@ const axisPlace = (axis) => {
 };
 const axisColour = (axis) => colours["axis-" + axisPlace(axis)];
 
+// An owner of memory has one colour in all pages; names that are not here take those that are left.
+const OWNERS = {
+  __proto__: null, // a name may be "constructor"
+  weights: 1,
+  gradients: 2,
+  "optimizer state": 3,
+  masters: 4,
+  activations: 5,
+  "wire scratch": 6,
+  messages: 7,
+};
+
+/** The number of its colour for each name; 8 is kept for all others together, if there are any. */
+function ownerColours(names, others) {
+  const taken = new Set([...names.map((name) => OWNERS[name]), others ? 8 : 0]);
+  const left = [8, 4, 7, 6, 3, 2, 5, 1].filter((n) => !taken.has(n));
+  return names.map((name) => OWNERS[name] || left.shift());
+}
+
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const names = (

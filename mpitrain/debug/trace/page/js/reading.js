@@ -164,11 +164,10 @@ function heldOf(model, columns) {
   const named = owners.slice(0, owners.length > 8 ? 7 : 8);
   // What hardly changes lies below what does.
   const swing = new Map(named.map((owner) => [owner, swingOf(owner, ranks)]));
-  return {
-    ranks,
-    named: named.sort((a, b) => swing.get(a) - swing.get(b) || peaks.get(b) - peaks.get(a)),
-    others: owners.slice(named.length),
-  };
+  const others = owners.slice(named.length);
+  named.sort((a, b) => swing.get(a) - swing.get(b) || peaks.get(b) - peaks.get(a));
+  const names = named.map((owner) => facts.strings[owner]);
+  return { ranks, named, others, colours: [...ownerColours(names, others.length > 0), ...(others.length ? [8] : [])] };
 }
 
 /** By how much the bytes of an owner go up and down, on the rank where they do so most. */

@@ -117,6 +117,8 @@ function drawOverview() {
   pen.strokeRect(from - 0.5, 0.75, Math.max(3, to - from + 1), height - 1.5);
 }
 
+const NOT_LOOKED_AT = 0.35; // opacity of memory in steps in which nobody looked
+
 /** The memory of one rank, owners upon each other, below the same stretch of time. */
 function drawMemory() {
   const { pen, height } = fresh("memory");
@@ -136,7 +138,11 @@ function drawMemory() {
   pen.beginPath();
   pen.rect(left, 0, right - left, height);
   pen.clip();
-  for (const stretch of stretchesOf(moments)) drawStretch(pen, stretch, owners, yOf);
+  const stretches = stretchesOf(moments);
+  pen.globalAlpha = NOT_LOOKED_AT;
+  for (const between of betweenStretches(stretches)) drawStretch(pen, between, owners, yOf);
+  pen.globalAlpha = 1;
+  for (const stretch of stretches) drawStretch(pen, stretch, owners, yOf);
   if (view.cursor !== null) {
     pen.globalAlpha = 0.5;
     pen.fillStyle = colours.quiet;
@@ -152,7 +158,10 @@ function drawMemory() {
     pen.fillText(bytesText(bytes), left - 6, between(yOf(bytes), 7, height - 7));
     pen.textAlign = "left";
   }
-  fillOwners(momentAt(moments, view.cursor === null ? view.to : view.cursor));
+  byId("owners-at").textContent = view.cursor === null ? "at its peak:" : "at the cursor:";
+  fillOwners(
+    view.cursor === null ? moments.find((moment) => moment.total === peak) : momentAt(moments, view.cursor),
+  );
 }
 
 /** Moments that can be seen, parted where steps between were not looked at. */
@@ -168,6 +177,15 @@ function stretchesOf(moments) {
   return found;
 }
 
+/** Across steps that were not looked at, and behind the last: what was held before them, as far as anybody knows. */
+function betweenStretches(stretches) {
+  return stretches.map((stretch, i) => {
+    const last = stretch[stretch.length - 1];
+    const next = stretches[i + 1];
+    return [last, { ...last, time: next ? next[0].time : Math.max(last.time, model.end) }];
+  });
+}
+
 function drawStretch(pen, moments, owners, yOf) {
   const below = new Float64Array(moments.length);
   const held = (moment, owner) =>
@@ -175,7 +193,7 @@ function drawStretch(pen, moments, owners, yOf) {
       ? model.held.others.reduce((sum, one) => sum + (moment.bytes.get(one) || 0), 0)
       : moment.bytes.get(owner) || 0;
   owners.forEach((owner, place) => {
-    pen.fillStyle = colours["owner-" + (place + 1)];
+    pen.fillStyle = colours["owner-" + model.held.colours[place]];
     pen.beginPath();
     moments.forEach((moment, i) => {
       const y = yOf(below[i] + held(moment, owner));
@@ -224,13 +242,13 @@ function fillMemory() {
   const list = byId("owners");
   [...model.held.named, ...(model.held.others.length ? [null] : [])].forEach((owner, place) => {
     const item = element("li", (owner === null ? "other" : facts.strings[owner]) + " ");
-    item.style.setProperty("--chip", `var(--owner-${place + 1})`);
+    item.style.setProperty("--chip", `var(--owner-${model.held.colours[place]})`);
     item.append(element("b"));
     list.append(item);
   });
 }
 
-/** The bytes of each owner at the cursor. */
+/** The bytes of each owner at a moment. */
 function fillOwners(moment) {
   const items = byId("owners").querySelectorAll("b");
   model.held.named.forEach((owner, place) => (items[place].textContent = bytesText(moment.bytes.get(owner) || 0)));
