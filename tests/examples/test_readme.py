@@ -801,6 +801,10 @@ def test_every_command_of_the_documents_is_known_here_and_every_one_known_is_sho
 def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
     """What a command needs."""
     found = [pytest.mark.mpi] if mpi else []
+    if "examples/bugs/" in command:
+        found.append(pytest.mark.slow)  # tests/local/test_bug_hunt.py plays what these pages say in full
+    if "fuzz_graphs.py --seed" in command or "fuzz_graphs.py --kernels" in command:
+        found.append(pytest.mark.slow)  # as the command without these words
     if "11_digits_cnn" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))
