@@ -537,15 +537,20 @@ class Communicator:
         def finish() -> Any:
             if key:
                 requests.close(key)
-            listeners = STEP_LISTENERS.get()
-            if listeners and recv is not None:
-                info = {**self._info(number, verb, a, how, peer), "result": recv}
-                tell(listeners, Event("arrival", "end", verb, info))
-            for witness in WITNESSES.get() if recv is not None else ():
-                witness.arrival(self, verb, number, how, peer)
+            if recv is not None:
+                self._tell_arrival(recv, number, verb, a, how, peer)
             return deliver(recv, x, out)
 
         return Request(pending, finish, wait)
+
+    def _tell_arrival(self, recv: Array, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
+        """Tell who listens what a message has brought that did not block."""
+        listeners = STEP_LISTENERS.get()
+        if listeners:
+            info = {**self._info(number, verb, a, how, peer), "result": recv}
+            tell(listeners, Event("arrival", "end", verb, info))
+        for witness in WITNESSES.get():
+            witness.arrival(self, verb, number, how, peer)
 
     def _wait(self, pending: Pending, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
         """Block on a message in flight, where the board and listeners see it."""

@@ -140,12 +140,8 @@ class _Answered(Communicator):
         pending, recv = moved
 
         def finish() -> Any:
-            listeners = STEP_LISTENERS.get()
-            if listeners and recv is not None:
-                info = {**self._info(number, verb, a, how, peer), "result": recv}
-                tell(listeners, Event("arrival", "end", verb, info))
-            for witness in WITNESSES.get() if recv is not None else ():
-                witness.arrival(self, verb, number, how, peer)
+            if recv is not None:
+                self._tell_arrival(recv, number, verb, a, how, peer)
             return deliver(recv, x, out)
 
         return Request(pending, finish, lambda pending: pending.wait())
