@@ -20,6 +20,7 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"baseline": ("baseline", [])}
 if IS_X86:
     LEVELS |= {"v3": ("x86-64-v3", ["-march=x86-64-v3"]), "v4": ("x86-64-v4", ["-march=x86-64-v4"])}
+HEADERS = ("attention.h", "convolution.h", "numerics.h", "pooling.h", "rms_norm.h", "rotary.h", "swiglu.h", "table.h")
 PRECISIONS = {"float": 1, "double": 0}
 # NaN and infinity must survive, so no -ffast-math; these two only say that nobody reads errno or floating-point traps.
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -80,7 +81,7 @@ setup(
         Extension(
             "mpitrain.kernels._compiled",
             [f"{SOURCES}/module.c"],
-            depends=[f"{SOURCES}/{name}" for name in ("attention.h", "halves.c", "kernels.c", "numerics.h", "table.h")],
+            depends=[f"{SOURCES}/{name}" for name in (*HEADERS, "halves.c", "kernels.c")],
             define_macros=[("MT_X86", "1")] if IS_X86 else [],
             extra_compile_args=FLAGS,
             optional=True,

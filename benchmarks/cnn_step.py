@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import twin_cnn
 
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -53,23 +54,9 @@ def mine(batch: ImageBatch) -> tuple[CNN, Step]:
 
 def peer(model: CNN, batch: ImageBatch, channels_last: bool) -> Step:
     """PyTorch's step of the same network."""
-    layers: list[torch.nn.Module] = []
-    for block in model.blocks:
-        filters, _, _, channels = block.conv.weight.full_shape
-        conv = torch.nn.Conv2d(channels, filters, 3, padding=1)
-        conv.weight.data = torch.tensor(block.conv.weight.data.transpose(0, 3, 1, 2).copy())
-        conv.bias.data = torch.tensor(block.conv.bias.data.copy())
-        layers += [conv, torch.nn.ReLU(), *([] if block.pool is None else [torch.nn.MaxPool2d(2)])]
-    height, width, channels = model.shapes[-1]
-    head = torch.nn.Linear(height * width * channels, 10)
-    rows = model.head.weight.data.reshape(height, width, channels, 10).transpose(
-        3, 2, 0, 1
-    )  # PyTorch flattens (c, h, w)
-    head.weight.data = torch.tensor(rows.reshape(10, -1).copy())
-    head.bias.data = torch.tensor(model.head.bias.data.copy())
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    network = torch.nn.Sequential(*layers, torch.nn.Flatten(), head).to(memory_format=layout)
-    inputs = torch.tensor(batch.inputs.transpose(0, 3, 1, 2).copy()).contiguous(memory_format=layout)
+    network = twin_cnn.network(model).to(memory_format=layout)
+    inputs = twin_cnn.images(batch.inputs).contiguous(memory_format=layout)
     targets = torch.tensor(batch.targets)
     optimizer = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
 

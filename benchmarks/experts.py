@@ -31,7 +31,7 @@ from typing import Any
 import experts_page
 import machine
 
-from mpitrain.assemble import gpt_config
+from mpitrain.assemble import sizes_of
 from mpitrain.config import parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +92,7 @@ def run(name: str, more: Sequence[str] = ()) -> dict[str, Any]:
         records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}; its own words stand above")
-    model = gpt_config(parse(flags), VOCAB)
+    model = sizes_of(parse(flags), VOCAB)
     return {
         "command": f"python examples/train_gpt.py {shlex.join(flags)}",
         "parameters": model.num_parameters,

@@ -32,7 +32,7 @@ from typing import Any
 import machine
 import powersgd_page
 
-from mpitrain.assemble import compression, gpt_config
+from mpitrain.assemble import compression, sizes_of
 from mpitrain.config import parse
 from mpitrain.plan.traffic import Step, traffic
 
@@ -113,7 +113,7 @@ def means(losses: Sequence[float]) -> list[float]:
 def sent(flags: Sequence[str]) -> int:
     """Bytes of gradients that a rank of a run sends in a compressed step."""
     config = parse(list(flags))
-    step = Step(gpt_config(config, VOCAB), config.batch, dp=RANKS, compression=compression(config))
+    step = Step(sizes_of(config, VOCAB), config.batch, dp=RANKS, compression=compression(config))
     return traffic(step).total(cause="gradients")
 
 

@@ -32,12 +32,18 @@ import numpy as np
 from mpitrain.data import corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.llama import LlamaConfig
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.routing import DEFAULT_CAPACITY, Routing
 
 SIZES = {
     "mini": {"layers": 2, "width": 128, "heads": 4, "seq_len": 64, "batch": 16},
     "S": {"layers": 4, "width": 256, "heads": 4, "seq_len": 128, "batch": 8},
     "M": {"layers": 6, "width": 384, "heads": 6, "seq_len": 256, "batch": 8},
+    "llama-S": {
+        **{"family": "llama", "layers": 6, "width": 384, "heads": 6, "kv_heads": 2, "hidden": 1024},
+        **{"seq_len": 256, "batch": 8},
+    },
     "long": {"layers": 6, "width": 384, "heads": 6, "seq_len": 1024, "batch": 2},
 }
 
@@ -49,7 +55,7 @@ class Task(NamedTuple):
     lays the model over them, dp being what is left; microbatches: parts of a rank's share of the batch; schedule,
     chunks: of the pipeline; recompute: none, selective or full; optimizer: adamw or adafactor; experts: of the Switch
     layers in the place of MLPs, 0 for MLPs; capacity_factor: of experts, None for dropless; ep: ranks that share them;
-    zero: stage of ZeRO.
+    zero: stage of ZeRO; family, kv_heads, hidden: of the model, gpt with as many of them as usual where not given.
     """
 
     layers: int
@@ -73,11 +79,16 @@ class Task(NamedTuple):
     capacity_factor: float | None = DEFAULT_CAPACITY
     ep: int = 1
     zero: int = 0
+    family: str = "gpt"
+    kv_heads: int | None = None
+    hidden: int | None = None
 
     @property
-    def config(self) -> GPTConfig:
+    def config(self) -> DecoderConfig:
         """The model's sizes."""
-        names = ("layers", "width", "heads", "seq_len", "dropout")
+        names = ("layers", "width", "heads", "seq_len", "dropout", "kv_heads", "hidden")
+        if self.family == "llama":
+            return LlamaConfig(**{name: getattr(self, name) for name in names})
         routing = Routing(self.experts, capacity_factor=self.capacity_factor) if self.experts else None
         return GPTConfig(**{name: getattr(self, name) for name in names}, routing=routing)
 
@@ -121,7 +132,7 @@ def mpitrain_side(task: Task) -> Side:
     from mpitrain.backend import dtype_of, is_half
     from mpitrain.comm.mesh import Mesh
     from mpitrain.comm.world import world
-    from mpitrain.models.gpt import GPT
+    from mpitrain.models.families import build
     from mpitrain.optim import Adafactor, AdamW, Optimizer
     from mpitrain.optim.scaler import LossScaler
     from mpitrain.pipeline.executor import Executor
@@ -136,7 +147,7 @@ def mpitrain_side(task: Task) -> Side:
     partition = balance(blocks, task.pp * task.chunks, first=embedding, last=head)
     layout = {"sequence_parallel": task.sequence_parallel, "partition": partition, "zero": task.zero}
     keep_scores = task.recompute == "none"
-    model = GPT(task.config, mesh, seed=SEED, dtype=dtype_of(task.dtype), keep_scores=keep_scores, **layout)
+    model = build(task.config, mesh, seed=SEED, dtype=dtype_of(task.dtype), keep_scores=keep_scores, **layout)
     for each in model.blocks:
         each.recompute = task.recompute == "full"
     optimizer: Optimizer

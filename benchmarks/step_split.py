@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from sides import BETAS, CLIP, LR, SEED, SIZES, WEIGHT_DECAY
+from sides import BETAS, CLIP, LR, SEED, SIZES, WEIGHT_DECAY, Task
 
 # isort: split
 import numpy as np
@@ -35,7 +35,8 @@ from mpitrain.comm.world import world
 from mpitrain.data import corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.events import Event, listen
-from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.families import build
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim import AdamW
 from mpitrain.pipeline import executor as executors
@@ -49,6 +50,8 @@ ATTENTION_PRODUCTS = "products in attention"
 OPS = {
     "attention": "attention",
     "gelu": "GELU",
+    "swiglu": "SwiGLU",
+    "rotary": "rotary positions",
     "norm": "norms",
     "entropy": "loss",
     "dropout": "dropout",
@@ -160,12 +163,11 @@ class Training:
     """The training of a size on one rank, as `sides.py` has it."""
 
     def __init__(self, size: str) -> None:
-        sizes = dict(SIZES[size])
-        self.batch = sizes.pop("batch")
-        self.config = GPTConfig(**sizes)
+        task = Task(**SIZES[size], ranks=1, dropout=0.0, dtype="float32")
+        self.batch, self.config = task.batch, task.config
         self.tokens = Tokens(corpus.load(), self.config.seq_len, SEED)
         mesh = Mesh(world())
-        model = GPT(self.config, mesh, seed=SEED)
+        model = build(self.config, mesh, seed=SEED)
         optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
         self.executor = executors.Executor(model, optimizer, mesh, with_update(one_stage(1)), clip=CLIP)
         self.done = 0
@@ -197,7 +199,7 @@ BLOCKS = {"baseline": 16, "x86-64-v3": 24, "x86-64-v4": 32}
 """Queries that a compiled attention takes at a time (csrc/attention.h); all of them see the keys of the last."""
 
 
-def attention_flops(config: GPTConfig, batch: int) -> float:
+def attention_flops(config: DecoderConfig, batch: int) -> float:
     """Of the products inside a compiled attention in one step: two forward, five backward.
 
     As with the products of NumPy's version, which are timed, those count that a block computes in vain.

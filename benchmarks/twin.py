@@ -1,4 +1,4 @@
-"""The twin: mpitrain's GPT trained in PyTorch, on the same batches from the same initial values.
+"""The twin: mpitrain's GPT or Llama trained in PyTorch, on the same batches from the same initial values.
 
     python benchmarks/twin.py --ranks 8 --budget 255        under DDP: 8 processes, gloo on loopback
 
@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import twin_gpt
+import twin_llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from twin_gpt import TwinGPT, load_initial_values
 
 from mpitrain import config as settings
 from mpitrain.data import corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.errors import ConfigError
 from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.train import BUDGET_SHARE
+
+TWINS: Mapping[str, Any] = {"gpt": twin_gpt, "llama": twin_llama}
+"""Modules with the twin of a family of models, `Twin`."""
 
 TRIAL_STEPS = 10  # as mpitrain's: the later half of them is what counts
 VALIDATION_ROWS = 32  # sequences that a process evaluates at once
@@ -54,7 +59,7 @@ class TwinTrainer:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: DecoderConfig,
         *,
         steps: int | None = None,
         lr: float = 2.5e-3,
@@ -67,8 +72,8 @@ class TwinTrainer:
     ) -> None:
         torch.manual_seed(seed)
         self.clip = clip
-        self.model = TwinGPT(config)
-        load_initial_values(self.model, config, seed, dtype)
+        self.model: nn.Module = TWINS[config.family].Twin(config)
+        TWINS[config.family].load_initial_values(self.model, config, seed, dtype)
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -143,7 +148,7 @@ def num_targets(tokens: Tokens, batch: int, step: int) -> int:
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def gpt_config(config: settings.Config, vocab: int) -> GPTConfig:
+def sizes_of(config: settings.Config, vocab: int) -> GPTConfig:
     """The model that the settings of a run name."""
     names = ("layers", "width", "heads", "seq_len", "dropout", "tied", "gelu")
     return GPTConfig(vocab=vocab, **{name: getattr(config, name) for name in names})
@@ -152,7 +157,7 @@ def gpt_config(config: settings.Config, vocab: int) -> GPTConfig:
 def trainer_of(config: settings.Config, vocab: int) -> TwinTrainer:
     """A fresh training with the settings of a run."""
     return TwinTrainer(
-        gpt_config(config, vocab),
+        sizes_of(config, vocab),
         steps=config.steps,
         lr=config.lr,
         warmup=config.warmup,

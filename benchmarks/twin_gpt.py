@@ -108,6 +108,9 @@ class TwinGPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+Twin = TwinGPT
+
+
 def load_initial_values(twin: TwinGPT, config: GPTConfig, seed: int, dtype: Any = np.float32) -> None:
     """Give the twin the initial values of `GPT(config, seed=seed)` in that dtype."""
     twin.to(getattr(torch, np.dtype(dtype).name))

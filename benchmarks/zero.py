@@ -27,7 +27,7 @@ import zero_page as page
 from measurements import on_cores, task
 from training import Turn, alive, take_turns
 
-from mpitrain.assemble import gpt_config
+from mpitrain.assemble import sizes_of
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -61,7 +61,7 @@ def bytes_of(ranks: int, zero: int, microbatches: int = 1, text: corpus.Corpus |
         state: bytes between steps by owner; gathered, whole: the most whole weights and whole gradients at once; peak:
         the most of all; sent: in a step.
     """
-    sizes = gpt_config(parse([]), VOCAB)
+    sizes = sizes_of(parse([]), VOCAB)
     text = corpus.load() if text is None else text
     rows = complete("1f1b", ranks=1, microbatches=microbatches)
 

@@ -1,4 +1,4 @@
-"""Write what the pages show of the code's own tables: options, collectives, pictures of a step, a ring, pipelines.
+"""Write what the pages show of the code itself: tables of options and collectives, pictures, the API reference.
 
     python docs/generate.py            rewrite what is out of date
     python docs/generate.py --check    only say what is; exit code 1 if anything is
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # for whoever loads this file by its path
 
+from api_reference import api_pages  # noqa: E402
 from checkpoint_pictures import layouts_picture, save_picture  # noqa: E402
 from console_picture import console_picture  # noqa: E402
 from experts_picture import experts_picture  # noqa: E402
@@ -52,11 +53,13 @@ def _word(value: object) -> str:
 
 def models_table() -> str:
     """The named models and their sizes."""
-    from mpitrain.config import MODELS, SIZES
+    from mpitrain.catalog import MODELS, OF_MODEL
 
-    lines = ["| name | " + " | ".join(size.replace("_", " ") for size in SIZES) + " |", "|---" * (1 + len(SIZES)) + "|"]
+    lines = ["| name | " + " | ".join(size.replace("_", " ") for size in OF_MODEL) + " |"]
+    lines.append("|---" * (1 + len(OF_MODEL)) + "|")
     lines += [
-        f"| `{name}` | " + " | ".join(str(sizes[size]) for size in SIZES) + " |" for name, sizes in MODELS.items()
+        f"| `{name}` | " + " | ".join(str(sizes.get(size, "")) for size in OF_MODEL) + " |"
+        for name, sizes in MODELS.items()
     ]
     return "\n".join(lines) + "\n"
 
@@ -110,6 +113,13 @@ def verify_options_table() -> str:
     return _options_of_a_command(OPTIONS)
 
 
+def generate_options_table() -> str:
+    """The options of `mpitrain generate`."""
+    from mpitrain.generation.command import OPTIONS
+
+    return _options_of_a_command(OPTIONS)
+
+
 def schedule_options_table() -> str:
     """The options of `mpitrain schedule`."""
     from mpitrain.schedule.command import OPTIONS
@@ -126,11 +136,12 @@ def trace_options_table() -> str:
 
 def checkpoint_options_table() -> str:
     """The options of the tools of `mpitrain checkpoint`."""
-    from mpitrain.checkpoint.tools.command import TOOLS
+    from mpitrain.checkpoint.tools.command import TOOLS as OWN
+    from mpitrain.interchange.command import TOOLS as OF_OTHERS
 
     head, line, *_ = _options_of_a_command({}).splitlines()
     rows = [f"| tool {head}", f"|---{line}"]
-    for word, tool in TOOLS.items():
+    for word, tool in {**OWN, **OF_OTHERS}.items():
         options = {option.name: option for option in tool.options}
         rows += [f"| {word} {row}" for row in _options_of_a_command(options).splitlines()[2:]]
     return "\n".join(rows) + "\n"
@@ -581,6 +592,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verbs": verbs_table,
     "layout-words": layout_words_table,
     "verify-options": verify_options_table,
+    "generate-options": generate_options_table,
     "verify-order": verify_order_table,
     "schedule-options": schedule_options_table,
     "trace-options": trace_options_table,
@@ -611,15 +623,18 @@ def current() -> dict[Path, str]:
         if _PART.search(text):
             texts[page] = _PART.sub(lambda part: part[1] + TABLES[part[2]]() + part[4], text)
     texts.update((DOCS / name, draw()) for name, draw in PICTURES.items())
+    texts.update((DOCS / name, text) for name, text in api_pages().items())
     return texts
 
 
 def main(argv: list[str]) -> int:
     """Rewrite, or with --check compare."""
-    stale = [path for path, text in current().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    texts = current()
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" not in argv:
         for path in stale:
-            path.write_text(current()[path], encoding="utf-8")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(texts[path], encoding="utf-8")
     for path in stale:
         print(path.relative_to(DOCS.parent))
     return 1 if stale and "--check" in argv else 0

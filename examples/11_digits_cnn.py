@@ -3,10 +3,12 @@
     python examples/11_digits_cnn.py
     mpitrain local -n 4 examples/11_digits_cnn.py --pp 2
     mpirun -n 4 python examples/11_digits_cnn.py --gist 8
+    mpirun -n 4 python examples/11_digits_cnn.py --batch-norm
 
 Scikit-learn's handwritten digits, 8 x 8 pixels, are learned in some seconds (pip install scikit-learn).  A batch is
 divided over dp, the convolutions over the stages of a pipeline.  With --gist the activations that backward will need
-wait encoded: lossless, or rounded to 16, 10 or 8 bits.
+wait encoded: lossless, or rounded to 16, 10 or 8 bits.  With --batch-norm each channel is normalised over the batch of
+all ranks, and tests go by the statistics that were kept.
 
 Prints what the activations take either way, and how many of the images are told right: at the end those that were never
 trained on, on all ranks together.  Ends with the difference to a serial run, of the first steps in float64.
@@ -43,7 +45,8 @@ POLICIES = {"none": None, "lossless": Gist(), **{str(bits): Gist(bits=bits) for 
 def start(images: Images, args: argparse.Namespace, pp: int, dtype: Any) -> Executor:
     """The network on the surrounding ranks, and what trains it."""
     mesh = Mesh(world(), pp=pp)
-    model = CNN(mesh, images.shape, groups=((16, 32), (64,)), classes=10, seed=args.seed, dtype=dtype)
+    norms = {"batch_norm": args.batch_norm, "per_microbatch": args.per_microbatch}
+    model = CNN(mesh, images.shape, groups=((16, 32), (64,)), classes=10, seed=args.seed, dtype=dtype, **norms)
     optimizer = Sgd(model.parameters(), lr=PEAK, momentum=0.9, weight_decay=1e-3)
     per_epoch = images.order(BATCH).steps_per_epoch
     rows = complete("1f1b", ranks=pp, microbatches=args.microbatches)
@@ -65,9 +68,9 @@ def train(executor: Executor, images: Images, steps: int) -> list[float]:
     return [report.loss for report in reports]
 
 
-def print_bytes(images: Images) -> None:
+def print_bytes(images: Images, args: argparse.Namespace) -> None:
     """What waits after forward of one batch on one rank, as it is and encoded."""
-    [model] = LocalWorld(1).run(lambda: CNN(Mesh(world()), images.shape))
+    [model] = LocalWorld(1).run(lambda: CNN(Mesh(world()), images.shape, batch_norm=args.batch_norm))
     batch, plain = images.batch_at(0, BATCH), 0
     print(f"Activations of {BATCH} images at the first step:")
     for name, policy in POLICIES.items():
@@ -82,6 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A convolutional network learns to read digits.")
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline; other ranks divide the images")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch that go through one by one")
+    parser.add_argument("--batch-norm", action="store_true", help="normalise channels, over the whole batch")
+    parser.add_argument("--per-microbatch", action="store_true", help="... over each micro-batch by itself")
     parser.add_argument("--epochs", type=int, default=16, help="how often each image is seen")
     parser.add_argument("--gist", choices=POLICIES, default="none", help="how activations wait for backward")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order")
@@ -91,7 +96,7 @@ def main() -> None:
     executor = start(images, args, args.pp, np.float32)
     mesh, steps = executor.mesh, args.epochs * images.order(BATCH).steps_per_epoch
     if mesh.is_reporter:
-        print_bytes(images)
+        print_bytes(images, args)
         print(
             f"dp {mesh.dp.size}, pp {mesh.pp.size} with {executor.model.partition.layers} convolutions, {steps} steps"
         )

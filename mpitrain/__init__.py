@@ -23,11 +23,16 @@ _HOMES = {
     "Tensor": "autograd",
     "Tape": "autograd",
     "Function": "autograd",
+    "no_grad": "autograd",  # nothing inside is recorded
     "Shard": "spec",
     "Parameter": "nn.parameter",
     "Module": "nn.module",
+    "Sequential": "nn.containers",
+    "ModuleList": "nn.containers",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
+    "Llama": "models.llama",
+    "LlamaConfig": "models.llama",
     "Routing": "routing",  # of a mixture of experts
     "MLP": "models.mlp",
     "load": "data.corpus",

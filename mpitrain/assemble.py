@@ -20,16 +20,22 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
 from mpitrain.config import Config
-from mpitrain.config_rules import check_memory, lr_factors
+from mpitrain.config_rules import check_memory, frozen, lr_factors, rope_scaling
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
-from mpitrain.errors import DataError
+from mpitrain.data.tokenizer import Tokenizer
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.memory.gist import Gist
 from mpitrain.memory.policy import Policy
-from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.decoder import Decoder
+from mpitrain.models.families import build
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.llama import LlamaConfig
 from mpitrain.models.profile import measured_costs
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.models.transformer import branches
 from mpitrain.nn.module import mark_recompute
+from mpitrain.nn.rotary import Scaling
 from mpitrain.offloading import Elsewhere, build_elsewhere
 from mpitrain.optim.adafactor import Adafactor
 from mpitrain.optim.adam import AdamW
@@ -48,13 +54,14 @@ from mpitrain.pipeline.action import Schedule
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition, balance
-from mpitrain.pipeline.passes import complete, with_offload
+from mpitrain.pipeline.passes import complete, with_offload, without_backward
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.slicing import equal_cost_slices
 from mpitrain.plan.memory.choice import recomputed_blocks
 from mpitrain.plan.memory.offload import OPTIMIZER, PARAMETERS
 from mpitrain.plan.traffic import Step, Workers
 from mpitrain.recording.outside import heard
+from mpitrain.tokenizing.start import read_words
 
 ASKS = 2
 """What ranks are asked at the end of each step of a training: whether to stop, and whether a save is under way."""
@@ -69,15 +76,18 @@ def run_folder(config: Config, world: World) -> Path:
     return Path("runs") / str(world.exchange(name)[0])
 
 
-def read_corpus(config: Config, world: World) -> Corpus:
-    """The corpus, proven to be the same on all ranks.
+def read_corpus(config: Config, world: World, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The corpus, in the words of a tokenizer if there is one, proven to be the same on all ranks.
 
     Raises:
         DataError: it cannot be read, or ranks on different hosts read different text.
     """
-    corpus = together(world, lambda: corpora.load(config.data))
+    if tokenizer is not None:
+        corpus: Corpus | None = read_words(config, world, tokenizer)
+    else:
+        corpus = together(world, lambda: corpora.load(config.data))
     assert corpus is not None
-    hashes = world.exchange(corpus.sha256)
+    hashes = world.exchange(corpus.identity)
     odd = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
     if odd:
         raise DataError(
@@ -87,29 +97,48 @@ def read_corpus(config: Config, world: World) -> Corpus:
     return corpus
 
 
-def gpt_config(config: Config, vocab: int) -> GPTConfig:
-    """The sizes of the model."""
-    return GPTConfig(
-        vocab=vocab,
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        seq_len=config.seq_len,
-        dropout=config.dropout,
-        tied=config.tied,
-        gelu=config.gelu,
-        kv_heads=config.kv_heads,
-        routing=config.routing,
-    )
+def sizes_of(config: Config, vocab: int) -> DecoderConfig:
+    """The sizes of the model.
+
+    Args:
+        config: the settings.
+        vocab: words of the text; the model has as many, or more if it is told so.
+
+    Raises:
+        ConfigError: it is told to have fewer.
+    """
+    if config.vocab is not None and config.vocab < vocab:
+        raise ConfigError(f"--vocab {config.vocab}: the text has {vocab:,} words, and the model needs a row for each.")
+    numbers: dict[str, Any] = {
+        "vocab": vocab if config.vocab is None else config.vocab,
+        "layers": config.layers,
+        "width": config.width,
+        "heads": config.heads,
+        "seq_len": config.seq_len,
+        "dropout": config.dropout,
+        "tied": config.tied,
+        "kv_heads": config.kv_heads,
+        "hidden": config.hidden,
+        "window": config.window,
+    }
+    if config.norm_eps is not None:
+        numbers["eps"] = config.norm_eps
+    if config.family == "gpt":
+        return GPTConfig(**numbers, gelu=config.gelu, routing=config.routing)
+    if config.rope_theta is not None:
+        numbers["rope_theta"] = config.rope_theta
+    if config.rope_scaling is not None:
+        numbers["rope_scaling"] = Scaling(**rope_scaling(config.rope_scaling))
+    return LlamaConfig(**numbers)
 
 
-def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
+def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> Decoder:
     """The model with its initial values.
 
     Raises:
         ConfigError: it cannot fit into this host's memory.
     """
-    sizes = gpt_config(config, corpus.vocab_size)
+    sizes = sizes_of(config, corpus.vocab_size)
     dtype = together(mesh.world, lambda: dtype_of(config.dtype))  # a host may lack bfloat16
     partition = build_partition(config, sizes, mesh)
     here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
@@ -121,7 +150,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
     rows = complete_rows(config, 2 * config.pp if overlapping else 1)
     elsewhere = build_elsewhere(config, _step_of(config, mesh, sizes, dtype, partition), rows, mesh, like)
     has_parameters = elsewhere is not None and PARAMETERS in elsewhere.plan.what
-    model = GPT(
+    model = build(
         sizes,
         mesh,
         sequence_parallel=config.sequence_parallel,
@@ -135,6 +164,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
         zero=3 if has_parameters else config.zero,
         prefetch=config.prefetch,
         home=elsewhere.home if elsewhere is not None and has_parameters else None,
+        freeze=frozen(config),
     )
     model.elsewhere = elsewhere
     if elsewhere is not None and elsewhere.plan.what and not has_parameters:
@@ -148,7 +178,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> GPT:
     return model
 
 
-def _blocks_within(config: Config, mesh: Mesh, model: GPT, budget: float) -> list[str]:
+def _blocks_within(config: Config, mesh: Mesh, model: Decoder, budget: float) -> list[str]:
     """Names of the blocks of this rank that are made again so that its activations fit into so many MiB.
 
     Raises:
@@ -156,12 +186,13 @@ def _blocks_within(config: Config, mesh: Mesh, model: GPT, budget: float) -> lis
     """
     overlapping = SCHEDULES[config.schedule_name].versions is not None
     rows = build_rows(config, 2 * config.pp if overlapping else 1)  # as many as fill the pipeline
-    step, row = step_of(config, mesh, model), rows[mesh.pp.rank]
-    found = together(mesh.world, lambda: recomputed_blocks(step, row, check(rows), round(budget * 2**20)))
+    rows = without_backward(rows, model.trains_from)
+    step, row, checked = step_of(config, mesh, model), rows[mesh.pp.rank], check(rows, model.trains_from)
+    found = together(mesh.world, lambda: recomputed_blocks(step, row, checked, round(budget * 2**20)))
     return sorted(found or ())
 
 
-def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
+def step_of(config: Config, mesh: Mesh, model: Decoder, row: int = 1) -> Step:
     """A step as this rank sees it, for the formulas of `plan`; `row` of them overlap."""
     again = frozenset(module.name for module in model.modules() if module.recompute)
     as_asked = again == {block.name for block in model.blocks if config.recompute == "full"}
@@ -169,7 +200,7 @@ def step_of(config: Config, mesh: Mesh, model: GPT, row: int = 1) -> Step:
     return replace(step, row=row, recomputed=None if as_asked else again, zero=model.zero)
 
 
-def _step_of(config: Config, mesh: Mesh, sizes: GPTConfig, dtype: Any, partition: Partition) -> Step:
+def _step_of(config: Config, mesh: Mesh, sizes: DecoderConfig, dtype: Any, partition: Partition) -> Step:
     """The same before there is a model; which parts are made again by name is not known then."""
     slices = slice_lengths(config, sizes)
     return Step(
@@ -191,6 +222,7 @@ def _step_of(config: Config, mesh: Mesh, sizes: GPTConfig, dtype: Any, partition
         scaled=config.scaling == "blocks",
         optimizer=config.optimizer,
         ep=mesh.ep.size,
+        packed=config.pack,
         expert_overlap=config.expert_overlap,
         dp_rank=mesh.dp.rank,
         cp_rank=mesh.cp.rank,
@@ -201,10 +233,11 @@ def _step_of(config: Config, mesh: Mesh, sizes: GPTConfig, dtype: Any, partition
         workers=_workers(config),
         gist=gist_bits(config),
         asks=ASKS,
+        freeze=frozen(config),
     )
 
 
-def build_partition(config: Config, sizes: GPTConfig, mesh: Mesh) -> Partition:
+def build_partition(config: Config, sizes: DecoderConfig, mesh: Mesh) -> Partition:
     """Which blocks are on which stage: as given, or so that the most expensive stage costs least.
 
     What a stage costs is its number of blocks, its parameters, its operations, or the time of its parts as rank 0
@@ -251,7 +284,7 @@ def complete_rows(config: Config, batches: int = 1) -> Schedule:
     )
 
 
-def slice_lengths(config: Config, sizes: GPTConfig) -> list[int] | None:
+def slice_lengths(config: Config, sizes: DecoderConfig) -> list[int] | None:
     """Lengths into which terapipe cuts each sequence: of one cost, so later ones, which see more keys, are shorter."""
     if config.num_slices == 1:
         return None
@@ -265,7 +298,7 @@ def parameter_groups(config: Config) -> list[Group]:
     return [Group(pattern, factor) for pattern, factor in lr_factors(config)]
 
 
-def build_optimizer(config: Config, model: GPT, mesh: Mesh) -> Optimizer:
+def build_optimizer(config: Config, model: Decoder, mesh: Mesh) -> Optimizer:
     """The optimizer over all parameters of this rank.
 
     Raises:
@@ -291,7 +324,7 @@ def build_optimizer(config: Config, model: GPT, mesh: Mesh) -> Optimizer:
             return AdamW(parameters, groups=groups, mesh=mesh, **numbers, **where)
 
 
-def build_scaler(config: Config, model: GPT) -> Scaler | None:
+def build_scaler(config: Config, model: Decoder) -> Scaler | None:
     """What keeps gradients from underflow, or None: then an executor scales those of float16 models of its own."""
     match config.scaling:
         case "dynamic":
@@ -323,7 +356,7 @@ def _workers(config: Config) -> Workers | None:
     return Workers(config.local_steps, kept if config.average_moments else 0, clips)
 
 
-def build_reducer(config: Config, model: GPT, optimizer: Optimizer, mesh: Mesh) -> Reducer:
+def build_reducer(config: Config, model: Decoder, optimizer: Optimizer, mesh: Mesh) -> Reducer:
     """How gradients are summed over ranks."""
     bucket_bytes = round(config.bucket_mib * 2**20)
     if model.zero:
@@ -365,7 +398,7 @@ def gist_bits(config: Config) -> int | None:
 
 def build_executor(
     config: Config,
-    model: GPT,
+    model: Decoder,
     optimizer: Optimizer,
     mesh: Mesh,
     steps: int,

@@ -8,6 +8,9 @@ mpitrain schedule NAME --stages 4 --microbatches 8    print, draw and check a pi
 mpitrain trace RUN [--html FILE]       where the time of a traced run went, what it sent, who waited for whom
 mpitrain compare RUN1 RUN2             the first op, message or parameter at which two runs part
 mpitrain checkpoint inspect|verify|diff|reshard PATH ...    look into checkpoints, prove them whole, write them anew
+mpitrain checkpoint import|export FROM TO    GPT-2 and Llama weights as transformers keeps them, and back
+mpitrain generate CHECKPOINT --prompt TEXT    write what a model says after a text, on one rank or on any layout
+mpitrain tokenizer train|show          make words of a text, and look at those of a tokenizer.json
 mpitrain replay DIR --rank 3 [--pdb]   one recorded rank again, alone and without MPI, the same bits
 mpitrain doctor [--json]               what MPI, cores, BLAS, GPU and HDF5 this machine has, and what to fix
 """
@@ -27,6 +30,8 @@ from mpitrain.errors import ConfigError, UserError
 
 PATIENCE = 3.0  # seconds
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells have it
+OF_RANKS = ("train", "generate")
+"""Commands that run on as many ranks as they are started with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,8 +117,17 @@ def _dispatch(words: list[str]) -> int:
             return compare(rest)
         case "checkpoint":
             from mpitrain.checkpoint.tools.command import main as checkpoint
+            from mpitrain.interchange.command import TOOLS as OF_OTHERS
 
-            return checkpoint(rest)
+            return checkpoint(rest, OF_OTHERS)
+        case "generate":
+            from mpitrain.generation.command import main as generate
+
+            return generate(rest)
+        case "tokenizer":
+            from mpitrain.tokenizing.command import main as tokenizer
+
+            return tokenizer(rest)
         case "replay":
             from mpitrain.replay.command import main as replay
 
@@ -125,7 +139,7 @@ def _dispatch(words: list[str]) -> int:
         case _:
             raise ConfigError(
                 f"{word!r} is no command of mpitrain.  Commands: train local debug verify schedule trace replay compare"
-                " checkpoint doctor; mpitrain --help"
+                " checkpoint generate tokenizer doctor; mpitrain --help"
             )
 
 
@@ -135,6 +149,7 @@ def _local(words: list[str]) -> int:
     if words[:1] in (["--help"], ["-h"]):
         print(
             f"usage: {usage}\n\nRuns SCRIPT on RANKS ranks that are threads of this process; no MPI is needed.\n"
+            f"In the place of SCRIPT may stand {' or '.join(OF_RANKS)}: that command of mpitrain.\n"
             "--record DIR keeps what every rank sends and receives, for mpitrain replay."
         )
         return 0
@@ -146,6 +161,8 @@ def _local(words: list[str]) -> int:
     folder, words = (words[3], words[4:]) if words[2] == "--record" and len(words) > 4 else (None, words[2:])
     if words[0] == "--record" or folder == "":
         raise ConfigError(f"usage: {usage}")
+    if words[0] in OF_RANKS and not os.path.exists(words[0]):
+        words = [os.path.join(os.path.dirname(__file__), "__main__.py"), *words]
     from mpitrain.blas import one_thread
     from mpitrain.comm.local import run_script
     from mpitrain.stopping import hear_signal

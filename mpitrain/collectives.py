@@ -58,10 +58,12 @@ class Arrow(Function):
     Class attributes:
         arrow: (state the input must be in, state of the output); `Along("dim")` is Shard(dim), Shard(-1) the last dim.
         alike: True if all inputs are in that state, parts of what is sent.
+        any_rows: True if the input may be cut along any dim but the last: what is sent goes over all rows of numbers.
     """
 
     linear = (0,)
     alike: ClassVar[bool] = False
+    any_rows: ClassVar[bool] = False
     arrow: ClassVar[tuple[State | Along, State | Along]]
 
     @classmethod

@@ -21,6 +21,7 @@ from typing import Any
 
 from mpitrain import disk
 from mpitrain.backend import DTYPES
+from mpitrain.catalog import MODELS, OF_MODEL, family_of
 from mpitrain.config_rules import OF_REDUCERS, check_settings
 from mpitrain.errors import ConfigError
 from mpitrain.options import (
@@ -41,18 +42,6 @@ from mpitrain.options import (
 from mpitrain.pipeline.schedules import DEFAULT_CHUNKS, SCHEDULES
 from mpitrain.routing import DEFAULT_BALANCE, DEFAULT_CAPACITY, ROUTERS, Routing
 
-MODELS: Mapping[str, Mapping[str, int]] = {
-    "gpt-tiny": {"layers": 2, "width": 32, "heads": 2, "seq_len": 32},
-    "gpt-mini": {"layers": 2, "width": 128, "heads": 4, "seq_len": 64},
-    "gpt-small": {"layers": 6, "width": 384, "heads": 6, "seq_len": 256},
-    "gpt2": {"layers": 12, "width": 768, "heads": 12, "seq_len": 1024},
-    "gpt2-medium": {"layers": 24, "width": 1024, "heads": 16, "seq_len": 1024},
-    "gpt2-large": {"layers": 36, "width": 1280, "heads": 20, "seq_len": 1024},
-    "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25, "seq_len": 1024},
-}
-"""Models by name and their sizes; the last four are those of Radford et al. 2019 (GPT-2), table 2."""
-
-SIZES = ("layers", "width", "heads", "seq_len")
 DEFAULT_SLICES = 4
 OF_SCHEDULES = ("chunks", "slices")
 """Options that mean something for one schedule only."""
@@ -85,7 +74,7 @@ _OF_MODEL = "default: the model's"
 class Config:
     """All settings of a run; see `--help` for what each is.
 
-    `layers`, `width`, `heads` and `seq_len` are those of `model` where they are not given, and `lr` is that of
+    The sizes of `mpitrain.catalog.OF_MODEL` are those of `model` where they are not given, and `lr` is that of
     `optimizer`.  Of `steps` and `budget` exactly one is set: the budget is turned into steps once, by `fixed`, before
     the first one.
 
@@ -103,10 +92,38 @@ class Config:
         "heads of keys and values, each shared by a group of --heads",
         1,
         1024,
-        unset="default: as many as --heads",
+        unset="default: the model's, else as many as --heads",
+    )
+    hidden: int | None = whole(
+        None,
+        "hidden units of an MLP",
+        1,
+        2**20,
+        unset="default: the model's, else 4 times --width; llama 8/3 times, a multiple of 64",
+    )
+    window: int | None = whole(
+        None, "how many positions a query sees, its own and those before it", 1, 2**20, unset="default: all before it"
     )
     tied: bool = switch(False, "use the token table as the output head too, or not", off="untied")
     gelu: str = choice("tanh", "GPT-2's approximation of GELU, or the exact one", ("tanh", "erf"))
+    norm_eps: float | None = number(
+        None, "number added in norms", Interval(0, 1, above=True), unset="default: the model's, else 1e-5"
+    )
+    rope_theta: float | None = number(
+        None,
+        "llama: base of the angles by which positions turn queries and keys",
+        Interval(1, 10**12, above=True),
+        unset="default: the model's, else 10000",
+    )
+    rope_scaling: str | None = text(
+        None,
+        "llama: how these angles are stretched: linear:FACTOR, or llama3:FACTOR,LOW,HIGH,LENGTH",
+        metavar="KIND:X,...",
+        unset="default: the model's, else not at all",
+    )
+    vocab: int | None = whole(
+        None, "words of the model, at least those of the text", 1, 2**24, unset="default: as many as the text has"
+    )
     dropout: float = number(0.0, "share of activations that are dropped", Interval(0, 1, below=True), metavar="P")
     dtype: str = choice("float32", "precision of weights, activations and messages", DTYPES)
 
@@ -150,6 +167,13 @@ class Config:
         metavar="PATH",
         unset="default: the source of Python's standard library",
     )
+    tokenizer: str | None = text(
+        None,
+        "words of the text: a tokenizer.json, or so many made of the text",
+        metavar="PATH|bpe:N",
+        unset="default: bytes, or the tokens of a token file",
+    )
+    pack: bool = switch(False, "whole files of --data side by side in a sequence, none of which sees another")
     seed: int = whole(0, "seed of the initial weights, the data order and dropout", 0, 2**63 - 1)
 
     batch: int = whole(16, "sequences of a step, over all ranks and micro-batches", 1, 2**24)
@@ -175,6 +199,12 @@ class Config:
         None,
         "factors on the learning rate by parameter, as 'table.*=0.5,*.bias=2'; the first match wins",
         metavar="PATTERN=X,...",
+        unset="default: none",
+    )
+    freeze: str | None = text(
+        None,
+        "parameters that are not trained, by name or part, as 'table,blocks.0,*.bias'; all but the head: '*,!head'",
+        metavar="PATTERN,...",
         unset="default: none",
     )
     warmup: float = number(0.03, "linear warm-up, as a share of the steps below 1, else in steps", Interval(0, 10**9))
@@ -358,6 +388,12 @@ class Config:
         10**9,
         unset="default: about 5 times a run, at least 250 steps apart",
     )
+    metrics: str | None = text(
+        None,
+        "write metrics.jsonl of --run also as: csv, tensorboard, or both joined by a comma",
+        metavar="KIND,...",
+        unset="default: metrics.jsonl alone",
+    )
     save_every: int = whole(0, "save a checkpoint every N steps, and at the end (0: never)", 0, 10**9)
     stop_after: int | None = whole(
         None,
@@ -387,6 +423,13 @@ class Config:
         unset="default: start",
         session=True,
     )
+    init: str | None = text(
+        None,
+        "begin with the weights of a checkpoint, or of a run's newest one, and with its model's settings",
+        metavar="PATH",
+        unset="default: initial weights drawn by --seed",
+        session=True,
+    )
     sample_length: int = whole(400, "tokens of generated text at the end", 0, 10**6)
     faults: str | None = text(
         None,
@@ -399,8 +442,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if value is None and name in SIZES and self.model in MODELS:
-                value = MODELS[self.model][name]
+            if value is None and name in OF_MODEL and self.model in MODELS:
+                value = MODELS[self.model].get(name)
             if name == "lr" and value is None:
                 value = DEFAULT_LR[self.optimizer]
             if name == "top_k" and value is None:
@@ -412,6 +455,11 @@ class Config:
         check_settings(self)
 
     # -- what follows from the settings
+
+    @property
+    def family(self) -> str:
+        """The family of the model: gpt or llama."""
+        return family_of(self.model)
 
     @property
     def scaling(self) -> str:
@@ -454,6 +502,11 @@ class Config:
         return None if self.offload is None else words - {"none"} if len(words) == 1 else words
 
     @property
+    def sinks(self) -> frozenset[str]:
+        """What metrics are written as besides `metrics.jsonl`."""
+        return frozenset(word.strip() for word in self.metrics.split(",")) if self.metrics is not None else frozenset()
+
+    @property
     def schedule_name(self) -> str:
         """The schedule that is run: one stage has nothing to put in order, so there all are the same."""
         return self.schedule if self.pp > 1 else "1f1b"
@@ -485,7 +538,8 @@ class Config:
     def to_toml(self) -> str:
         """All settings as the text of a file that `load` reads back to an equal Config.
 
-        `stop_after` and `resume` are of one start, not of the run: they are left out, and do not count for equality.
+        `stop_after`, `resume` and their like are of one start, not of the run: they are left out, and do not count for
+        equality.
         """
         return file_text(asdict(self), OPTIONS, GROUPS)
 
@@ -513,7 +567,7 @@ _FILE = Option(
 
 
 OF_RECORDING = ("record", "record_ranks", "record_steps", "record_sent")
-OF_A_START = ("run", "resume", "start_timeout", "timeout", "deterministic", "check", "faults", *OF_RECORDING)
+OF_A_START = ("run", "resume", "init", "start_timeout", "timeout", "deterministic", "check", "faults", *OF_RECORDING)
 """Options that are used before the settings of a run that goes on are known."""
 
 
@@ -540,7 +594,7 @@ def parse_first(argv: Sequence[str]) -> Config:
     """What a start knows before its ranks have met: of a run that goes on, how they meet and where it is.
 
     The rest of what such a command line gives is only whole with the settings that were saved: `--resume latest --ep 4`
-    does not say how many experts there are.
+    does not say how many experts there are, nor does `--init PATH --ep 4`.
 
     Raises:
         ConfigError: as `parse`; of a run that goes on only what is wrong by itself.
@@ -548,6 +602,8 @@ def parse_first(argv: Sequence[str]) -> Config:
     merged, flags = _merged(argv)
     if merged.get("resume") is not None:
         merged = {name: merged[name] for name in OF_A_START if name in merged}
+    elif merged.get("init") is not None:
+        merged = {name: merged[name] for name in (*OF_A_START, "steps", "budget") if name in merged}
     return Config(**_without_defaults(merged, given=flags))
 
 
@@ -559,7 +615,7 @@ def _merged(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> tupl
     lowest = {name: saved[name] for name in OPTIONS if name in saved and not OPTIONS[name].session} if saved else {}
     for level in (lowest, read_file(str(path), OPTIONS) if path is not None else {}, flags):
         if "model" in level:
-            merged = {name: value for name, value in merged.items() if name not in SIZES}
+            merged = {name: value for name, value in merged.items() if name not in OF_MODEL}
         if "steps" in level or "budget" in level:
             merged = {name: value for name, value in merged.items() if name not in ("steps", "budget")}
         before = merged.get("optimizer", OPTIONS["optimizer"].default)

@@ -36,6 +36,7 @@ def check_settings(config: Config) -> None:
             f"--heads {heads} is not divisible by --kv-heads {config.kv_heads}: every head of keys and values serves "
             "as many heads of queries."
         )
+    _check_family(config)
     if batch % microbatches:
         near = max(microbatches, round(batch / microbatches) * microbatches)
         raise ConfigError(
@@ -70,6 +71,7 @@ def check_settings(config: Config) -> None:
             f"--lr-final {config.lr_final:g} is for --lr-schedule cosine and linear: {config.lr_schedule} has no end."
         )
     lr_factors(config)
+    frozen(config)
     if config.optimizer == "adafactor" and config.eps < LEAST_EPS:
         raise ConfigError(
             f"--eps {config.eps:g}: --optimizer adafactor adds its square to squared gradients and divides by them; it"
@@ -77,12 +79,105 @@ def check_settings(config: Config) -> None:
         )
     if config.resume in ("latest", "auto") and config.run is None:
         raise ConfigError(f"--resume {config.resume}: needs --run DIR, the folder whose newest checkpoint is meant.")
+    if config.init is not None and config.resume not in (None, "auto"):
+        raise ConfigError(
+            f"--init {show(config.init)} and --resume {show(config.resume)}: a run that goes on has weights.  Leave one"
+            " out; or take --resume auto, which begins with --init where there is no checkpoint yet."
+        )
     for name, unset in OF_TRACE.items():
         if not config.trace and getattr(config, name) != unset:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)} is for --trace: nothing is traced.")
     _check_recording(config)
+    _check_data(config)
     if config.async_save and not config.save_every:
         raise ConfigError("--async-save is for --save-every N: a run that stops waits for its last checkpoint anyway.")
+
+
+OF_LLAMA = ("rope_theta", "rope_scaling")
+"""Options of rotary positions."""
+
+
+def _check_family(config: Config) -> None:
+    """Refuse what the family of the model has not."""
+    if config.family == "llama":
+        if config.gelu != "tanh":
+            raise ConfigError(f"--gelu {config.gelu} is for a gpt: the MLPs of --model {config.model} have a SiLU.")
+        if config.experts is not None:
+            raise ConfigError(
+                f"--experts {config.experts} and --model {config.model}: experts are MLPs with a GELU and stand in the"
+                " blocks of a gpt only."
+            )
+        if config.width // config.heads % 2:
+            raise ConfigError(
+                f"--width {config.width} in --heads {config.heads}: rotary positions turn pairs of elements, so each"
+                " head needs an even number of them."
+            )
+        if config.rope_scaling is not None:
+            rope_scaling(config.rope_scaling)
+        return
+    for name in OF_LLAMA:
+        value = getattr(config, name)
+        if value is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {show(value)} is for a llama: positions of --model {config.model} are"
+                " learned."
+            )
+
+
+def rope_scaling(text: str) -> dict[str, Any]:
+    """What `--rope-scaling` says, as `mpitrain.nn.rotary.Scaling` takes it.
+
+    Raises:
+        ConfigError: it says no such thing.
+    """
+    kind, _, rest = text.partition(":")
+    names = {"linear": ("factor",), "llama3": ("factor", "low", "high", "original")}.get(kind, ())
+    try:
+        numbers = [float(word) for word in rest.split(",")]
+    except ValueError:
+        numbers = []
+    sound = len(numbers) == len(names) > 0 and all(math.isfinite(x) and x > 0 for x in numbers) and numbers[0] >= 1
+    if not sound or (kind == "llama3" and not numbers[1] < numbers[2]):
+        raise ConfigError(
+            f"--rope-scaling {show(text)}: must be linear:FACTOR or llama3:FACTOR,LOW,HIGH,LENGTH, as"
+            " llama3:32,1,4,8192: numbers above 0, FACTOR at least 1, LOW below HIGH."
+        )
+    return {"kind": kind, **dict(zip(names, numbers, strict=True))}
+
+
+SINKS = ("csv", "tensorboard")
+"""What metrics can be written as besides `metrics.jsonl`."""
+TRAINED = "bpe:"
+"""How `--tokenizer` begins where a tokenizer is made of the text."""
+FEWEST_WORDS, MOST_WORDS = 257, 1 << 18
+"""Of such a tokenizer: it has the 256 bytes and a special word at the least."""
+
+
+def words_asked(tokenizer: str | None) -> int | None:
+    """How many words `bpe:8000` asks for; None: it names a file, or nothing.
+
+    Raises:
+        ConfigError: the number is none, or not allowed.
+    """
+    if tokenizer is None or not tokenizer.startswith(TRAINED):
+        return None
+    number = tokenizer.removeprefix(TRAINED)
+    if not (number.isascii() and number.isdigit() and len(number) < 8 and FEWEST_WORDS <= int(number) <= MOST_WORDS):
+        raise ConfigError(
+            f"--tokenizer {show(tokenizer)}: the number of words must be from {FEWEST_WORDS} (256 bytes and a special"
+            f" word) to {MOST_WORDS}, as in bpe:8000."
+        )
+    return int(number)
+
+
+def _check_data(config: Config) -> None:
+    """Words that can be made, and kinds of metrics that there are."""
+    words_asked(config.tokenizer)
+    if odd := sorted(config.sinks - {*SINKS}):
+        raise ConfigError(
+            f"--metrics {show(config.metrics)}: {show(odd[0])} must be one of {', '.join(SINKS)}, several joined by"
+            " commas; metrics.jsonl is always written."
+        )
 
 
 def _check_recording(config: Config) -> None:
@@ -249,15 +344,15 @@ _SIZE = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,6}))?(B|KiB|MiB|GiB|TiB)")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def memory_size(text: str) -> int:
-    """Bytes of `512MiB` or `1.5GiB`.
+def memory_size(text: str, option: str = "--memory-budget") -> int:
+    """Bytes of `512MiB` or `1.5GiB`, the value of an option.
 
     Raises:
         ConfigError: it reads otherwise.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"--memory-budget {show(text)}: must be a number of B, KiB, MiB, GiB or TiB, as 2GiB.")
+        raise ConfigError(f"{option} {show(text)}: must be a number of B, KiB, MiB, GiB or TiB, as 2GiB.")
     return int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])
 
 
@@ -338,6 +433,28 @@ def _check_reducer(config: Config) -> None:
             f"--reducer powersgd and --zero {config.zero}: factors are made of whole gradients, of which ranks would"
             " keep rows.\nTake --zero 0, or --reducer flat."
         )
+
+
+def frozen(config: Config) -> tuple[str, ...]:
+    """The patterns of `--freeze`, as `Module.freeze` takes them.
+
+    Raises:
+        ConfigError: one is empty, or scales of branches would have no gradient to go by.
+    """
+    if config.freeze is None:
+        return ()
+    patterns = tuple(part.strip() for part in config.freeze.split(","))
+    if not all(pattern.removeprefix("!") for pattern in patterns):
+        raise ConfigError(
+            f"--freeze {show(config.freeze)}: an empty pattern; give names of parameters or parts with commas between,"
+            " as table,blocks.0,*.bias, or '*,!head' for all but the head."
+        )
+    if config.scaling == "blocks":
+        raise ConfigError(
+            "--loss-scaling blocks with --freeze: a branch whose weights are frozen has no gradient by which its scale"
+            " could be found.\nTake --loss-scaling dynamic."
+        )
+    return patterns
 
 
 def lr_factors(config: Config) -> list[tuple[str, float]]:

@@ -16,11 +16,13 @@ from typing import Any
 
 from mpitrain import checkpoint
 from mpitrain import config as settings
+from mpitrain.catalog import family_of
+from mpitrain.checkpoint.tools.source import Source
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.data.corpus import Corpus
 from mpitrain.errors import CheckpointDamaged, CheckpointError
-from mpitrain.models.gpt import GPT
+from mpitrain.models.decoder import Decoder
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.options import show
 from mpitrain.parallel.local_sgd import OWN as OF_WORKERS
@@ -30,25 +32,47 @@ from mpitrain.parallel.powersgd import Q as POWERSGD_Q
 from mpitrain.parallel.stale import KIND as PENDING
 from mpitrain.pipeline.executor import Executor
 from mpitrain.routing import usual_router
+from mpitrain.weights import IMPORTED, fill, settings_in, tokenizer_of
 
 SCALING = ("loss_scaling", "loss_scale")
 """Settings with which a resumed run begins its scales anew."""
-OLDER = {"kv_heads": None, "experts": None, "top_k": 1, "router": None, "renormalize": False, "moe_every": 1}
+OLDER = {
+    "freeze": None,
+    "hidden": None,
+    "window": None,
+    "norm_eps": None,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "vocab": None,
+    "kv_heads": None,
+    "experts": None,
+    "top_k": 1,
+    "router": None,
+    "renormalize": False,
+    "moe_every": 1,
+}
 """Settings that runs of an earlier version do not name, and what they were."""
 MUST_STAY = ("layers", "width", "heads", "seq_len", "tied", "gelu", "seed", "batch", "optimizer", *OLDER)
 """Settings that a resumed run cannot change: another model, other data order, other optimizer state."""
 
 
-def settings_of(flags: list[str], found: Path | None) -> Config:
+def settings_of(flags: list[str], found: Path | None, origin: Source | None = None) -> Config:
     """The settings with which the run was started, and flags that win over them; its number of steps stays.
 
-    Without a checkpoint (`--resume auto` found none) they are those of a run that begins.
+    Without a checkpoint (`--resume auto` found none) they are those of a run that begins, with the model in `origin` if
+    it begins with the weights of another one.
 
     How many ranks divided the batch is of the start that is over: unless it is asked for, all that are left do now.
     """
     if found is None:
-        return replace(settings.parse(flags), resume=None)
-    saved = checkpoint.read_manifest(found).scalars.get("config")
+        return replace(settings.parse(flags, None if origin is None else _begun_with(origin)), resume=None)
+    scalars = checkpoint.read_manifest(found).scalars
+    if IMPORTED in scalars:
+        raise CheckpointError(
+            f"{found} holds the weights of another tool, and nothing to go on with.\n"
+            f"Begin a new run with them: --init {show(found)}"
+        )
+    saved = scalars.get("config")
     if isinstance(saved, dict):
         saved = {**OLDER, **saved}
     if not isinstance(saved, dict) or not saved.keys() >= {"steps", "dtype", *MUST_STAY}:
@@ -74,6 +98,11 @@ def settings_of(flags: list[str], found: Path | None) -> Config:
             " weights and moments of its own.\nA run of float64 goes on in float64; one of float32, float16 or bfloat16"
             " (masters of float32) in any of these three."
         )
+    families = family_of(str(saved.get("model"))), config.family
+    if families[0] != families[1]:
+        raise CheckpointError(
+            f"{found} is a {families[0]}, --model {config.model} is a {families[1]}: start a new run."
+        )
     for name in MUST_STAY:
         before, now = (_meant(of, name) for of in (saved, asdict(config)))
         if before != now:
@@ -82,6 +111,12 @@ def settings_of(flags: list[str], found: Path | None) -> Config:
                 f"A run goes on with the {name} that it began with: leave the option out, or start a new run."
             )
     return config
+
+
+def _begun_with(origin: Source) -> dict[str, Any]:
+    """Settings of a run that begins with the weights of a checkpoint: those of its model, and the words it knows."""
+    tokenizer = tokenizer_of(origin)
+    return {**settings_in(origin), **({} if tokenizer is None else {"tokenizer": str(tokenizer)})}
 
 
 def _meant(config: Mapping[str, Any], name: str) -> Any:
@@ -115,7 +150,7 @@ class Keeper:
         self,
         config: Config,
         mesh: Mesh,
-        model: GPT,
+        model: Decoder,
         optimizer: Optimizer,
         executor: Executor,
         corpus: Corpus,
@@ -187,20 +222,34 @@ class Keeper:
         """What this rank holds of all that is saved."""
         reducer = self.executor.reducer
         states = {**self.optimizer.state_tensors(), **reducer.state_tensors()}
-        return checkpoint.slabs_of(self.model.shares(), states, self.mesh, reducer.apart)
+        return checkpoint.slabs_of(self.model.kept(), states, self.mesh, reducer.apart)
 
     def _scalars(self, step: int) -> dict[str, Any]:
         scalars = {
             "updates": self.optimizer.updates,
             "tokens": self.seen,
-            "data": {"next_step": step, "sha256": self.corpus.sha256},
+            "data": {"next_step": step, "sha256": self.corpus.sha256, **self._words()},
             "config": asdict(self.config),
         }
         if self.executor.scaler is not None:
             scalars["scaler"] = self.executor.scaler.state_dict()
         return scalars
 
-    # -- resume -------------------------------------------------------------------------------------------------------
+    def _words(self) -> dict[str, str]:
+        """What is saved of the tokenizer: its hash; the file is in the folder of the run."""
+        return {} if self.corpus.tokenizer is None else {"tokenizer": self.corpus.tokenizer.sha256}
+
+    # -- begin, resume ------------------------------------------------------------------------------------------------
+
+    def begin_with(self, origin: Source) -> None:
+        """Fill the weights from a checkpoint; all else is as at the start of a run.  Collective over the world.
+
+        Raises:
+            CheckpointError: it does not fit, or is damaged; the same on all ranks.
+        """
+        fill(self.model, origin, self.mesh.world)
+        self.executor.reducer.updated()
+        self._say(f"begin with the weights of {origin}\n")
 
     def resume(self, found: Sequence[Path], steps: int) -> int:
         """Fill weights, optimizer, reducer and scales from the first checkpoint that is not damaged.
@@ -234,7 +283,7 @@ class Keeper:
         optimizer, reducer, world = self.optimizer, self.executor.reducer, self.mesh.world
         shapes = checkpoint.shapes(found, world)
         states = {**optimizer.state_tensors(), **reducer.state_to_fill(shapes)}
-        tensors = checkpoint.slabs_of(self.model.shares(), states, self.mesh, reducer.apart)
+        tensors = checkpoint.slabs_of(self.model.kept(), states, self.mesh, reducer.apart)
         besides = [name for name in shapes if name.startswith((POWERSGD_Q, POWERSGD_ERROR, PENDING, OF_WORKERS))]
         saved = checkpoint.load(found, tensors, world, besides=besides)
         for flat in self.model.flats:

@@ -88,7 +88,8 @@ def predicted(step: Step, config: Config, offloaded: Collection[str] = ()) -> di
         owners.MASTERS: state.masters,
         owners.GRADIENTS: state.gradients,
         owners.STATE: state.optimizer,
-        owners.VERSIONS: others * state.weights,
+        owners.CONSTANTS: state.constants,
+        owners.VERSIONS: others * (state.weights - state.frozen),
         owners.ACTIVATIONS: peak(step, rows[step.pp_rank]),
         owners.SCRATCH: scratch(step, rows[step.pp_rank]),
         owners.GATHERED: gathered(step),
@@ -195,7 +196,8 @@ def _of_a_block(step: Step, number: int, which: str, parts: str) -> str:
     here, there = sum(ours for _, ours, _ in rows), sum(theirs for _, _, theirs in rows)
     lines.append(["  all", f"{here:,}", f"{there:,}", f"{here - there:+,}" if here != there else "0"])
     like_it = replace(step, recompute=way)
-    note = f"paper: {paper.formula(like_it)} = {sum(paper.tensors(like_it).values()):,} bytes in 16 bits"
+    formula = "counted by its rule, as its block is a GPT's:" if step.sizes.is_gated else f"{paper.formula(like_it)} ="
+    note = f"paper: {formula} {sum(paper.tensors(like_it).values()):,} bytes in 16 bits"
     note += f", {there:,} with the {step.beta} bytes a number of the column" if step.beta != 2 else ""
     masks = sum(theirs for name, _, theirs in rows if name.startswith("mask of "))
     note += "; masks of a byte" if masks else ""

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from itertools import islice
-
-import numpy as np
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from mpitrain.comm.mesh import Mesh
 from mpitrain.data.corpus import Corpus
+from mpitrain.errors import NumericsError
+from mpitrain.generation.turns import in_turns, writes
+from mpitrain.models.decoder import Decoder
 from mpitrain.models.generate import generate
-from mpitrain.models.gpt import GPT
-from mpitrain.recording.outside import heard
 
-SHARE = 0.1  # of the longest that a message may wait: for about so long ranks that only wait hear nothing
+LOOKED_AT = 4096  # tokens among which a line end is looked for
 
 
-def sample(model: GPT, mesh: Mesh, corpus: Corpus, length: int, seed: int, timeout: float) -> str:
+def sample(model: Decoder, mesh: Mesh, corpus: Corpus, length: int, seed: int, timeout: float) -> str:
     """The beginning of the validation text, half a sequence long, and `length` tokens that the model adds.
 
     Collective over the world; the whole text is on the ranks that write.
     """
-    val, is_text = corpus.val, corpus.kind == "bytes"
-    start = int(np.argmax(val[:4096] == ord("\n"))) + 1 if is_text and b"\n" in val[:4096].tobytes() else 0
-    prompt = [int(token) for token in val[start : start + max(1, model.config.seq_len // 2)]]
+    start = _line_start(corpus)
+    prompt = [int(token) for token in corpus.val[start : start + max(1, model.config.seq_len // 2)]]
     tokens = [*prompt, *continued(model, mesh, prompt, length, seed, timeout)]
-    return bytes(tokens).decode("utf-8", errors="replace") if is_text else " ".join(map(str, tokens))
+    return " ".join(map(str, tokens)) if corpus.words is None else corpus.words.decode(tokens)
 
 
-def continued(model: GPT, mesh: Mesh, prompt: Sequence[int], length: int, seed: int, timeout: float) -> list[int]:
-    """What the model writes after a prompt; nothing on ranks that only wait.
+def _line_start(corpus: Corpus) -> int:
+    """Where the first whole line of the validation text begins; 0 where nobody knows."""
+    words, val = corpus.words, corpus.val[:LOOKED_AT]
+    if words is None:
+        return 0
+    return next((i + 1 for i, token in enumerate(val) if words.decode([int(token)]).endswith("\n")), 0)
 
-    Every replica holds the same weights, so the ranks of one pipeline, tp axis and set of experts write; with zero 3,
-    where each holds some rows only, all do.  The others hear of it every now and then: however long it takes, no
-    message waits for as long as `timeout`.
 
-    Collective over the world.
-    """
-    writes = model.zero == 3 or all(index == 0 for axis, index in mesh.coords.items() if axis not in ("pp", "tp", "ep"))
-    more = generate(model, prompt, length, seed=seed)
-    written: list[int] = []
-    done, size = 0, 1
-    while done < length:
-        began = time.perf_counter()
-        if writes:
-            written += islice(more, size)
-        seconds = time.perf_counter() - began
-        slowest = max(mesh.world.exchange(heard("seconds of writing", lambda seconds=seconds: seconds)))
-        done += size
-        size = min(length - done, max(1, int(size * SHARE * timeout / max(slowest, 1e-9))))
-    return written
+def continued(model: Decoder, mesh: Mesh, prompt: Sequence[int], length: int, seed: int, timeout: float) -> list[int]:
+    """What the model writes after a prompt; nothing on ranks that only wait.  Collective over the world."""
+    more = _while_finite(generate(model, prompt, length, seed=seed))
+    return list(in_turns(more, length, mesh, writes(model, mesh), timeout))
+
+
+def _while_finite(tokens: Iterator[int]) -> Iterator[int]:
+    """No more tokens where the scores are no numbers: a run that has learned nothing still comes to its end."""
+    with contextlib.suppress(NumericsError):
+        yield from tokens

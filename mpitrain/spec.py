@@ -22,6 +22,8 @@ from mpitrain.errors import StateError
 
 ATOMIC_AXES = ("pp", "edp", "ep", "cp", "tp")
 MERGED_AXES = {"dp": ("edp", "ep")}
+DATA_AXES = ("edp", "ep", "cp")
+"""The axes whose ranks see different data: what is counted or measured by token or by row is summed over all three."""
 
 
 @dataclass(frozen=True)

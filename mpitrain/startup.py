@@ -12,34 +12,38 @@ from mpitrain.backend import is_half
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.config_rules import ASYNCHRONOUS
-from mpitrain.data.corpus import Corpus
+from mpitrain.data.packing import PackedTokens
+from mpitrain.data.tokens import Tokens
 from mpitrain.faults import plan
-from mpitrain.models.gpt import GPT
+from mpitrain.models.decoder import Decoder
 from mpitrain.offloading import describe
 from mpitrain.optim.scaler import power
 from mpitrain.pipeline.partition import describe as describe_partition
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import Costs, simulate
-from mpitrain.plan.traffic import Traffic, traffic
+from mpitrain.plan.traffic import Step, Traffic, traffic
+from mpitrain.plan.traffic.slabs import all_slabs
+from mpitrain.plan.traffic.way_back import way_back
 from mpitrain.routing import Routing
 
 MUCH_IDLE = 0.25  # of a step, from which on the start block says what helps
 IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
 
 
-def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) -> list[tuple[str, str]]:
+def facts(config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Path) -> list[tuple[str, str]]:
     """Labels and values, in the order in which they are printed."""
-    world = mesh.world
+    world, corpus = mesh.world, tokens.corpus
     grid = str(mesh).splitlines()[0].removeprefix(f"mesh of {world.size} ranks: ")
     micro = f", in {config.microbatches} micro-batches" if config.microbatches > 1 else ""
     sums = "in rank order (deterministic)" if world.deterministic else "in the order of the MPI library"
     return [
         (
             "model",
-            f"{config.model}: {config.layers} layers, width {config.width}, {_heads(config)}, "
-            f"{config.seq_len} tokens, {'tied' if config.tied else 'untied'} head",
+            f"{config.model}: {config.layers} layers, width {config.width}, {_heads(config)}, {_hidden(config, model)}"
+            f"{config.seq_len} tokens{_window(config)}, {'tied' if config.tied else 'untied'} head",
         ),
         ("parameters", f"{_parameters(model)} in {config.dtype}, {_tensors(mesh, model)}"),
+        *([("frozen", _frozen(config, mesh, model))] if config.freeze is not None else []),
         *([("experts", _experts(config.routing, mesh, config.expert_overlap))] if config.routing is not None else []),
         *([("precision", _precision(config))] if is_half(model.like.dtype) or config.scaling != "none" else []),
         *([("recompute", _recompute(config, model))] if _recompute(config, model) else []),
@@ -66,11 +70,26 @@ def facts(config: Config, mesh: Mesh, model: GPT, corpus: Corpus, folder: Path) 
         *([("checks", "every message and the state of every value, at every step")] if config.check else []),
         *([("faults", "; ".join(map(str, plan(config.faults, world.size))))] if config.faults is not None else []),
         ("corpus", str(corpus)),
+        *([("packed", str(tokens))] if isinstance(tokens, PackedTokens) else []),
+        *([("tokenizer", f"{config.tokenizer}: {corpus.tokenizer}")] if corpus.tokenizer is not None else []),
         ("run", str(folder)),
     ]
 
 
-def _parameters(model: GPT) -> str:
+def _frozen(config: Config, mesh: Mesh, model: Decoder) -> str:
+    """What is not trained of the whole model, and where backward ends."""
+    step = step_of(config, mesh, model)
+    tensors = [*all_slabs(Step(model.config, 1, freeze=step.freeze))]
+    fixed = [slab for slab in tensors if slab.frozen]
+    count = sum(slab.size for slab in fixed)
+    stages = f", stage {model.trains_from} of {model.num_stages}" if model.num_stages > 1 else ""
+    return (
+        f"{len(fixed)} of {len(tensors)} tensors, {count:,} of {model.config.num_parameters:,} weights;"
+        f" backward ends at {way_back(step).lowest}{stages}"
+    )
+
+
+def _parameters(model: Decoder) -> str:
     """How many, and with experts how many of them a token meets."""
     count, met = model.config.num_parameters, model.config.num_active_parameters
     return f"{count:,}" + (f" ({met:,} a token)" if met < count else "")
@@ -101,7 +120,7 @@ def _experts(routing: Routing, mesh: Mesh, overlap: bool) -> str:
     return "; ".join([f"{routing.experts} in {where}, {here}{of_a_token}", f"{routing.router} router", room, *losses])
 
 
-def _recompute(config: Config, model: GPT) -> str:
+def _recompute(config: Config, model: Decoder) -> str:
     """What backward makes again besides attention scores; '' for nothing."""
     blocks = sum(block.recompute for block in model.blocks)
     others = [m.name for m in model.modules() if m.recompute and m not in model.blocks]
@@ -116,15 +135,15 @@ def _gist(kind: str) -> str:
     return lossless if kind == "lossless" else f"factors of gradients wait in {kind} bits; {lossless}"
 
 
-def _zero(config: Config, model: GPT) -> str:
+def _zero(config: Config, model: Decoder) -> str:
     """What ranks deal out, and how much of it is here."""
     what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
-    own, whole = (sum(p.data.size for p in held) for held in (model.shares(), model.parameters()))
+    own, whole = (sum(p.data.size for p in held) for held in (model.kept(), model.parameters()))
     ahead = f", {config.prefetch} part{'s' * (config.prefetch != 1)} fetched ahead" if config.zero == 3 else ""
     return f"stage {config.zero}: {what[config.zero]} of {own:,} of {whole:,} weights here{ahead}"
 
 
-def _traffic(config: Config, mesh: Mesh, model: GPT) -> str:
+def _traffic(config: Config, mesh: Mesh, model: Decoder) -> str:
     """What a rank sends in a step, by axis: this one, and of a pipeline the one whose stages send most."""
     step = step_of(config, mesh, model)
     most = max((traffic(replace(step, pp_rank=rank)) for rank in range(step.pp)), key=Traffic.total)
@@ -147,11 +166,11 @@ def _asynchronous(config: Config) -> str:
     return f"{said}: every layout is a training run of its own"
 
 
-def _compression(config: Config, mesh: Mesh, model: GPT) -> str:
+def _compression(config: Config, mesh: Mesh, model: Decoder) -> str:
     """What of the gradients of this rank travels as factors, from when on, and what is done otherwise than usual."""
     choice = compression(config)
     assert choice is not None
-    found = [(p, choice.of_parameter(p, mesh.sizes)) for p in model.parameters()]
+    found = [(p, choice.of_parameter(p, mesh.sizes)) for p in model.parameters() if not p.frozen]
     sizes = [(p.grad.size, m.left + m.right) for p, m in found if m is not None]
     whole, factors = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
     said = [f"PowerSGD of rank {choice.rank}: {len(sizes)} of {len(found)} tensors, {whole:,} numbers as {factors:,}"]
@@ -161,12 +180,12 @@ def _compression(config: Config, mesh: Mesh, model: GPT) -> str:
     return "; ".join(said)
 
 
-def _tensors(mesh: Mesh, model: GPT) -> str:
+def _tensors(mesh: Mesh, model: Decoder) -> str:
     number = len(model.parameters())
     return f"{number} tensors" if mesh.pp.size == 1 else f"{number} tensors on this rank"
 
 
-def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
+def _pipeline(config: Config, mesh: Mesh, model: Decoder) -> str:
     """Stages, schedule, and for how much of a step ranks have nothing to do if operations take equal time."""
     flush = SCHEDULES[config.schedule].versions is None
     embedding, blocks, head = model.config.flops_of_parts
@@ -188,6 +207,15 @@ def _pipeline(config: Config, mesh: Mesh, model: GPT) -> str:
 def _heads(config: Config) -> str:
     grouped = config.kv_heads is not None and config.kv_heads != config.heads
     return f"{config.heads} heads" + (f" ({config.kv_heads} of keys and values)" if grouped else "")
+
+
+def _hidden(config: Config, model: Decoder) -> str:
+    """Units of an MLP where they are not the 4 widths that a reader expects."""
+    return f"{model.config.units} hidden units, " if model.config.units != 4 * config.width else ""
+
+
+def _window(config: Config) -> str:
+    return "" if config.window is None else f", each of which sees {config.window}"
 
 
 def _cuts(config: Config, mesh: Mesh) -> list[str]:

@@ -9,6 +9,7 @@ same parts: README shows one of 20 lines.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from mpitrain.assemble import (
     step_of,
 )
 from mpitrain.checkpoint.saving import versions
+from mpitrain.checkpoint.tools.source import Source
 from mpitrain.clock import Clock, seconds
 from mpitrain.comm.launcher import is_first
 from mpitrain.comm.mesh import Mesh
@@ -39,6 +41,7 @@ from mpitrain.config import Config
 from mpitrain.config_rules import check_layout
 from mpitrain.curve import loss_curve
 from mpitrain.data.corpus import Corpus
+from mpitrain.data.packing import PackedTokens
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.digests import digesting
 from mpitrain.debug.memory import MemoryLedger
@@ -50,8 +53,9 @@ from mpitrain.events import listen
 from mpitrain.keep import Keeper, settings_of
 from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
 from mpitrain.memory_table import table as memory_table
-from mpitrain.metrics import MetricsWriter, read_metrics
-from mpitrain.models.gpt import GPT
+from mpitrain.metrics import read_metrics
+from mpitrain.metrics.sinks import Sinks, check_libraries
+from mpitrain.models.decoder import Decoder
 from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import power
@@ -65,7 +69,10 @@ from mpitrain.report import Terminal, duration, start_block, step_line
 from mpitrain.sample import sample
 from mpitrain.startup import facts
 from mpitrain.stopping import STOPPED_CODE, Request, Stop, hear_signal
+from mpitrain.tokenizing.start import save_copy, tokenizer_of
 from mpitrain.trace.facts import facts_of
+from mpitrain.weights import check_fit
+from mpitrain.weights import find as find_weights
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
@@ -117,13 +124,17 @@ def _start(ranks: World, config: Config, flags: list[str], began: float) -> int:
         ranks.set_checked()
     agree_on_arithmetic(ranks)  # before anything is said or written
     found: list[Path] = []
+    origin = None
     if config.resume is not None:
         found = checkpoint.find(config.resume, config.run, ranks)
-        config = together(ranks, lambda: settings_of(flags, found[0] if found else None)) or config
+    if config.init is not None and not found:
+        origin = find_weights(config.init, ranks)
+    if config.resume is not None or origin is not None:
+        config = together(ranks, lambda: settings_of(flags, found[0] if found else None, origin)) or config
     mesh = _mesh(ranks, config, found, flags)
     check_layout(config, mesh.dp.size)
     with hear_signal() as request:
-        stopped = Training(config, mesh, found, began, request).run()
+        stopped = Training(config, mesh, found, began, request, origin).run()
     return STOPPED_CODE if stopped else 0
 
 
@@ -152,26 +163,38 @@ class Training:
         found: the checkpoint to go on from, and older ones should it be damaged; none: start.
         began: when the process began, by `time.perf_counter`.
         request: whether somebody asks the process to stop.
+        origin: the checkpoint whose weights a run begins with; None: it draws its own, or goes on.
 
     Raises:
         UserError: on every rank, before the first step.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, found: Sequence[Path], began: float, request: Request | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        found: Sequence[Path],
+        began: float,
+        request: Request | None = None,
+        origin: Source | None = None,
     ) -> None:
         self.config = config
         self.mesh = mesh
         self.found = found
+        self.origin = origin
         self.began = began
         self.world: World = mesh.world
         self.reports = mesh.is_reporter
         self.terminal = Terminal.of_launcher(sys.stdout)
         self.folder = place(run_folder(config, self.world))
-        self.corpus: Corpus = read_corpus(config, self.world)
-        self.tokens = Tokens(self.corpus, config.seq_len, config.seed)
-        self.model: GPT = build_model(config, self.corpus, mesh)
+        together(self.world, lambda: check_libraries(config.sinks), here=self.reports)
+        self.tokenizer = tokenizer_of(config, self.world, found)
+        self.corpus: Corpus = read_corpus(config, self.world, self.tokenizer)
+        self.tokens = (PackedTokens if config.pack else Tokens)(self.corpus, config.seq_len, config.seed)
+        self.model: Decoder = build_model(config, self.corpus, mesh)
         check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)
+        if origin is not None:
+            check_fit(self.model, origin, self.world)
         own = bool(found) and heard("whether it goes on", lambda: checkpoint.is_of(found[0], self.folder))
         if not own:  # last, so that a mistake leaves no folder behind
             together(self.world, lambda: checkpoint.claim(self.folder), here=self.world.rank == 0)
@@ -181,6 +204,7 @@ class Training:
         self.stop = Stop(request or Request(), config.max_seconds, began)
         self.skipped = 0  # steps of this start whose gradients overflowed
         self._asked = False  # some rank was asked to stop
+        self._val_loss: float | None = None  # the last that was measured
         self._told_of_blocks = False
 
     def run(self) -> bool:
@@ -199,7 +223,7 @@ class Training:
 
     def _run(self) -> bool:
         if self.reports:
-            block = facts(self.config, self.mesh, self.model, self.corpus, self.folder)
+            block = facts(self.config, self.mesh, self.model, self.tokens, self.folder)
             self.terminal.heading(start_block("mpitrain", block))
         steps = self._fixed_steps()
         with self._traced():
@@ -227,7 +251,9 @@ class Training:
         of_state = self.model, optimizer, self.executor
         self.keeper = Keeper(self.config, self.mesh, *of_state, self.corpus, self.folder, self._say)
         done = self.keeper.resume(self.found, steps) if self.found else 0
-        check_replicas([*self.model.parameters(), *self.model.shares()], self.mesh, f"before step {done + 1}")
+        if self.origin is not None:
+            self.keeper.begin_with(self.origin)
+        check_replicas([*self.model.parameters(), *self.model.kept()], self.mesh, f"before step {done + 1}")
         reducer = self.executor.reducer
         self.replicas = ReplicaCheck(self.model, optimizer, reducer, self.mesh, self.config.check_replicas)
         together(self.world, self._write_settings, here=self.world.rank == 0)
@@ -252,8 +278,7 @@ class Training:
         """
         config, dp = self.config, self.mesh.dp
         log_every, eval_every = config.log_interval(steps), config.eval_interval(steps)
-        path = self.folder / "metrics.jsonl"
-        metrics = together(self.world, lambda: MetricsWriter(path, done + 1), here=self.reports)
+        metrics = together(self.world, lambda: self._metrics(done + 1), here=self.reports)
         clock = Clock(config.batch * config.seq_len)
         batches = self.tokens.batches(config.batch, dp.rank, dp.size, done, last, self.model.positions_here)
         apart = self.executor.reducer.apart
@@ -275,7 +300,7 @@ class Training:
                     self.keeper.seen += 0 if report.skipped else report.targets
                     val_loss = None
                     if step == steps or (eval_every and step % eval_every == 0):
-                        val_loss = self._validate()
+                        val_loss = self._val_loss = self._validate()
                         clock.restart()
                     if metrics is not None:
                         logged = step in (done + 1, last) or val_loss is not None or step % log_every == 0
@@ -323,7 +348,7 @@ class Training:
 
     def _tell(
         self,
-        metrics: MetricsWriter,
+        metrics: Sinks,
         clock: Clock,
         report: StepReport,
         step: int,
@@ -344,6 +369,8 @@ class Training:
             tokens_per_s=speed,
             tokens=self.keeper.seen,
             val_loss=val_loss,
+            bits_per_byte=self.corpus.bits_per_byte(loss),
+            val_bits_per_byte=None if val_loss is None else self.corpus.bits_per_byte(val_loss, val=True),
             loss_scale=scale,
             skipped=skipped,
             memory_peak_bytes=peaks,
@@ -365,6 +392,12 @@ class Training:
             )
             self.terminal.line(text)
         self.terminal.progress(step, steps, f"loss {loss:.4f}  {clock.speed:,.0f} tok/s  left {duration(left)}")
+
+    def _metrics(self, first_step: int) -> Sinks:
+        """What takes the numbers of each step, from this one on."""
+        config = self.config
+        texts = {"settings": "\n".join(f"    {line}" for line in config.to_toml().splitlines())}
+        return Sinks(self.folder, first_step, config.sinks, texts)
 
     def _held(self, ledger: MemoryLedger, row: int) -> list[Found]:
         """What every rank holds, and was predicted to; collective."""
@@ -393,6 +426,9 @@ class Training:
         curve = self.folder / "loss.svg"
         together(self.world, lambda: self._draw_curve(curve), here=self.reports)
         self._say(f"curve {curve}")
+        if self.corpus.tokenizer is not None and self._val_loss is not None:
+            bits = self.corpus.bits_per_byte(self._val_loss, val=True)
+            self._say(f"validation loss {self._val_loss:.4f} nats a token, {bits or math.nan:.4f} bits a byte")
         report, routing = self.executor.report, self.config.routing
         if report is not None and routing is not None:
             self._say(f"experts of the last step: {in_words(of_model(report.counted, report.rows), routing)}")
@@ -466,6 +502,7 @@ class Training:
         return float(slowest[0]), float(slowest[1])
 
     def _write_settings(self) -> None:
+        save_copy(self.tokenizer, self.folder)
         settings.write(self.config, str(self.folder / "config.toml"))
 
     def _say(self, text: str) -> None:

@@ -20,6 +20,7 @@ from mpitrain.debug.compare import compare
 from mpitrain.debug.states import StateChecker
 from mpitrain.events import listen
 from mpitrain.models.cnn import CNN, accuracy
+from mpitrain.nn.module import mark_recompute
 from mpitrain.optim import AdamW
 from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
@@ -48,12 +49,20 @@ def train(
     dtype: Any = np.float64,
     xp: Any = np,
     policy: Any = None,
+    norms: dict[str, bool] | None = None,
+    again: str = "",
     **axes: int,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """What steps report, the last gradients and weights of this rank, and what it tells of test images."""
+    """What steps report, the last gradients and weights of this rank, and what it tells of test images.
+
+    With norms: of the model's batch norms; their running statistics come as well.  `again`: what is recomputed.
+    """
     mesh = Mesh(world, **axes)
     partition = None if stages is None else Partition(stages)
-    model = CNN(mesh, (7, 6, 2), GROUPS, CLASSES, partition=partition, seed=3, dtype=dtype, zero=zero, xp=xp)
+    how = {"seed": 3, "dtype": dtype, "zero": zero, "xp": xp, **(norms or {})}
+    model = CNN(mesh, (7, 6, 2), GROUPS, CLASSES, partition=partition, **how)
+    if again:
+        mark_recompute(model, again, mesh.pp.exchange)
     chunks = model.num_stages // mesh.pp.size
     rows = complete(schedule, ranks=mesh.pp.size, microbatches=micros, chunks=chunks)
     executor = Executor(model, AdamW(model.shares(), lr=3e-3), mesh, rows, clip=0.5, policy=policy)
@@ -67,20 +76,21 @@ def train(
     held = model.parameters() if not zero else model.shares()
     found = {"told": {"steps": np.array(steps), "test": np.array([loss, right])}}
     return found | {
+        "kept": {each.name: to_host(each.array).copy() for each in model.buffers()},
         "gradients": {p.name: to_host(p.grad).copy() for p in held},
         "weights": {p.name: to_host(p.data).copy() for p in held},
     }
 
 
 @functools.cache
-def alone() -> dict[str, dict[str, np.ndarray]]:
-    return train(World(Alone(), "none"))
+def alone(**norms: bool) -> dict[str, dict[str, np.ndarray]]:
+    return train(World(Alone(), "none"), norms=norms)
 
 
 def equals_one_rank(world: World, **how: Any) -> None:
     """Train on this world and alone, and compare by the rule of `debug.compare`: all that this rank holds."""
-    whole, found = alone(), train(world, **how)
-    kinds = ("told",) if how.get("zero") else tuple(whole)  # of rows only what they do
+    whole, found = alone(**how.get("norms", {})), train(world, **how)
+    kinds = ("told", "kept") if how.get("zero") else tuple(whole)  # of rows only what they do
     for kind in kinds:
         for worst in compare(found[kind], {name: whole[kind][name] for name in found[kind]})[:1]:
             assert worst.ok, f"{kind}: {worst}"
@@ -112,6 +122,27 @@ def rows_of_weights(world: World) -> None:
     equals_one_rank(world, zero=3)
 
 
+NORMS = {"batch_norm": True}
+
+
+def norms_over_all_ranks(world: World) -> None:
+    """Each rank has another part of the batch, of the last one but padding; statistics are of the whole."""
+    equals_one_rank(world, norms=NORMS, checked=True)
+
+
+def norms_in_a_pipeline(world: World) -> None:
+    equals_one_rank(world, norms=NORMS, pp=2, checked=True)
+
+
+def norms_that_are_made_again(world: World) -> None:
+    """Running statistics take each batch once."""
+    equals_one_rank(world, norms=NORMS, again="blocks.*")
+
+
+def norms_and_rows_of_weights(world: World) -> None:
+    equals_one_rank(world, norms=NORMS, zero=3)
+
+
 CHECKS = [
     images_over_all_ranks,
     micro_batches,
@@ -119,4 +150,8 @@ CHECKS = [
     a_pipeline_that_parts_backward,
     stages_without_a_convolution,
     rows_of_weights,
+    norms_over_all_ranks,
+    norms_in_a_pipeline,
+    norms_that_are_made_again,
+    norms_and_rows_of_weights,
 ]

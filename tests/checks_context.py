@@ -44,6 +44,7 @@ class Problem(NamedTuple):
     causal: bool = True
     documents: np.ndarray | None = None
     drop: float = 0.0
+    window: int | None = None
 
     @property
     def draw(self) -> Draw:
@@ -90,6 +91,8 @@ def dense(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     q = packed[:, :group].reshape(p.heads, b, s, d)
     k, v = (np.repeat(packed[:, group + i], group, axis=0) for i in (0, 1))
     seen = np.tril(np.ones((s, s), bool)) if p.causal else np.ones((s, s), bool)
+    if p.window is not None:
+        seen = seen & ~np.tril(np.ones((s, s), bool), -p.window)
     if p.documents is not None:
         own = p.documents[:, :, None] == p.documents[:, None, :]
         seen = seen & own & (p.documents >= 0)[:, :, None]
@@ -124,11 +127,11 @@ def attend(p: Problem, axis: Communicator, way: str, qkv: Tensor) -> Tensor:
         mine = p.draw._replace(positions=here(p, axis, way))
         rows = context.attention_rows(mine, "weights", np.arange(p.heads), axis, way)
     if way == "contiguous" and axis.size > 1:
-        return ring_attention(qkv, p.heads, p.kv_heads, axis, p.causal, p.documents, rows, p.drop, zigzag=False)
+        how: dict[str, Any] = {"window": p.window, "zigzag": False}
+        return ring_attention(qkv, p.heads, p.kv_heads, axis, p.causal, p.documents, rows, p.drop, **how)
     kind = "ring" if way == "contiguous" else way
-    return context.attention(
-        qkv, p.heads, p.kv_heads, axis, kind, causal=p.causal, documents=p.documents, rows=rows, drop=p.drop
-    )
+    how = {"causal": p.causal, "documents": p.documents, "rows": rows, "drop": p.drop, "window": p.window}
+    return context.attention(qkv, p.heads, p.kv_heads, axis, kind, **how)
 
 
 def run(p: Problem, axis: Communicator, way: str) -> tuple[np.ndarray, np.ndarray, Tape]:
@@ -195,6 +198,17 @@ def documents_see_only_themselves_and_padding_nothing(world: World) -> None:
         for causal in (True, False):
             equals_dense(problem(axis.size, packed=True, causal=causal), axis, way)
         equals_dense(problem(axis.size, packed=True, drop=0.3), axis, way)
+
+
+def a_sliding_window_is_that_of_the_whole_sequence(world: World) -> None:
+    """Windows within a chunk, over its borders, over several chunks, and over all."""
+    axis = cp_of(world)
+    for way in WAYS:
+        for window in (1, 2, 3, 4, 7, 100):
+            equals_dense(problem(axis.size, window=window), axis, way)
+        for window in (2, 5):
+            equals_dense(problem(axis.size, packed=True, window=window), axis, way)
+            equals_dense(problem(axis.size, kv_heads=2 * axis.size, drop=0.3, window=window), axis, way)
 
 
 def a_sequence_of_padding_gives_exactly_zero(world: World) -> None:
@@ -412,6 +426,7 @@ CHECKS: list[Callable[[World], None]] = [
     a_ring_takes_any_number_of_heads,
     dropout_is_that_of_the_whole_sequence,
     documents_see_only_themselves_and_padding_nothing,
+    a_sliding_window_is_that_of_the_whole_sequence,
     a_sequence_of_padding_gives_exactly_zero,
     single_and_half_precision,
     halves_on_many_ranks_are_those_of_one,

@@ -21,7 +21,11 @@ from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.compare import compare
 from mpitrain.memory.gist import Gist
-from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.decoder import Decoder
+from mpitrain.models.families import build
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.llama import LlamaConfig
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.models.transformer import branches
 from mpitrain.nn.module import mark_recompute
 from mpitrain.nn.parameter import Parameter
@@ -41,6 +45,7 @@ from mpitrain.pipeline.passes import complete
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16, dropout=0.2)
 SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12, dropout=0.2)  # for 3 and 6 ranks
 FIVE = GPTConfig(vocab=11, layers=1, width=20, heads=5, seq_len=20, dropout=0.2)
+LLAMA = LlamaConfig(vocab=17, layers=2, width=32, heads=8, seq_len=16, dropout=0.2, kv_heads=4, hidden=24)
 BATCH = 24
 STEPS = 3  # two in which the ranks check each other's messages and batches, and one as all that follow
 AXES = ("pp", "dp", "cp", "tp")
@@ -83,7 +88,7 @@ def joined(world: World, mesh: Mesh, slabs: dict[str, tuple[Parameter | StateTen
 def train(
     world: World,
     *,
-    sizes: GPTConfig = SIZES,
+    sizes: DecoderConfig = SIZES,
     micros: int = 1,
     steps: int = STEPS,
     batch: int = BATCH,
@@ -107,6 +112,7 @@ def train(
     zero: int = 0,
     prefetch: int = PREFETCH,
     gist: int | None = None,
+    freeze: Sequence[str] = (),
     xp: Any = np,
     **axes: int,
 ) -> Found:
@@ -114,7 +120,7 @@ def train(
     mesh = Mesh(world, **axes)
     stages = mesh.pp.size * chunks
     scales = BlockScaler(branches(sizes.layers), start=scale) if scaling == "blocks" else None
-    model = GPT(
+    model = build(
         sizes,
         mesh,
         sequence_parallel=sp,
@@ -126,6 +132,7 @@ def train(
         scales=scales,
         zero=zero,
         prefetch=prefetch,
+        freeze=freeze,
         xp=xp,
     )
     mark_recompute(model, recompute, mesh.pp.exchange)
@@ -156,12 +163,12 @@ def train(
         "norms": {"norm": np.array(norms)},
         **routing(counts),
         "gradients": gradients,
-        "weights": whole(world, mesh, model.shares(), [p.master for p in model.shares()]),
+        "weights": whole(world, mesh, model.kept(), [p.master for p in model.kept()]),
         **states(world, mesh, optimizer),
     }
 
 
-def reducer(model: GPT, mesh: Mesh, bucket_bytes: int) -> Reducer:
+def reducer(model: Decoder, mesh: Mesh, bucket_bytes: int) -> Reducer:
     """The one for the model's stage of ZeRO; with buckets while backward goes on, or with 0 all in one message."""
     if model.zero:
         return RowReducer(model, mesh, bucket_bytes or 1 << 30, overlap=bool(bucket_bytes))
@@ -177,7 +184,7 @@ def routing(counts: Sequence[Mapping[str, Sequence[float]]]) -> Found:
     return found
 
 
-def method(model: GPT, sgd: bool = False, adafactor: bool = False, mesh: Mesh | None = None) -> Optimizer:
+def method(model: Decoder, sgd: bool = False, adafactor: bool = False, mesh: Mesh | None = None) -> Optimizer:
     """The optimizer of the proofs."""
     if sgd:
         return Sgd(model.shares(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -188,14 +195,14 @@ def method(model: GPT, sgd: bool = False, adafactor: bool = False, mesh: Mesh | 
     return AdamW(model.shares(), lr=2e-3, eps=1e-6, weight_decay=0.1)
 
 
-def numbers(sizes: GPTConfig) -> Tokens:
+def numbers(sizes: DecoderConfig) -> Tokens:
     """Sequences for a model of this vocabulary and length."""
     text = (np.arange(20_000) * 7919 % 104729 % sizes.vocab).astype(np.uint16)
     corpus = Corpus(text[:19_000], text[19_000:], sizes.vocab, "bytes", "numbers", (), (), "")
     return Tokens(corpus, sizes.seq_len, seed=5)
 
 
-def few(tokens: Tokens, mesh: Mesh, model: GPT) -> list[Batch]:
+def few(tokens: Tokens, mesh: Mesh, model: Decoder) -> list[Batch]:
     """Some validation windows: the first two batches of 30 rows."""
     return list(tokens.validation(30, mesh.dp.rank, mesh.dp.size, model.positions_here))[:2]
 
@@ -296,6 +303,11 @@ def documents_and_padding(world: World) -> None:
     equals_one_rank(world, cp=2, tp=2, documents=True)
 
 
+def llama_on_all_axes(world: World) -> None:
+    equals_one_rank(world, sizes=LLAMA, cp=2, tp=2, sp=True, zero=3)
+    equals_one_rank(world, sizes=LLAMA, pp=2, tp=2, micros=2, tied=True)
+
+
 def messages_above_the_eager_limit(world: World) -> None:
     """The stream of a rank has 256 KiB, a block of keys 64 KiB."""
     large = GPTConfig(vocab=257, layers=1, width=64, heads=4, seq_len=128)
@@ -312,5 +324,6 @@ CHECKS: list[Callable[[World], None]] = [
     context_tensor_and_sequence,
     grouped_heads_with_more_ranks_than_heads_of_keys,
     documents_and_padding,
+    llama_on_all_axes,
     messages_above_the_eager_limit,
 ]

@@ -16,8 +16,12 @@ from mpitrain.data.tokens import Batch, Tokens
 from mpitrain.debug.expert_rows import ExpertRows
 from mpitrain.debug.ledger import Ledger, Place, in_step
 from mpitrain.events import listen
-from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.families import build
+from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.llama import LlamaConfig
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.models.transformer import branches
+from mpitrain.nn.module import mark_recompute
 from mpitrain.optim import Adafactor, AdamW, Sgd
 from mpitrain.optim.scaler import BlockScaler
 from mpitrain.parallel.data import BucketedReducer, Reducer
@@ -34,6 +38,8 @@ from mpitrain.routing import Routing
 
 SIZES = GPTConfig(vocab=17, layers=2, width=16, heads=8, seq_len=16)
 SIX = GPTConfig(vocab=13, layers=2, width=12, heads=6, seq_len=12)  # for 3 and 6 ranks
+LLAMA = LlamaConfig(vocab=17, layers=2, width=32, heads=8, kv_heads=4, seq_len=16, hidden=40)
+SIX_LLAMA = LlamaConfig(vocab=13, layers=2, width=24, heads=6, seq_len=12, hidden=18)
 OPTIMIZERS = {"adamw": Sgd, "adafactor": Adafactor}  # who sends nothing is all one
 Sums = dict[tuple[str, str, str], tuple[int, int]]
 
@@ -49,7 +55,7 @@ def built(
 ) -> tuple[Mesh, Executor, Tokens]:
     """A model on the layout of a step, what trains it, and numbers to learn."""
     mesh = Mesh(world, pp=step.pp, dp=step.dp, tp=step.tp, cp=step.cp, ep=step.ep)
-    model = GPT(
+    model = build(
         step.sizes,
         mesh,
         sequence_parallel=step.sequence_parallel,
@@ -61,10 +67,10 @@ def built(
         expert_overlap=step.expert_overlap,
         zero=step.zero,
         prefetch=step.prefetch,
+        freeze=step.freeze,
     )
     again = [f"blocks.{n}" for n in range(step.sizes.layers) if step.is_recomputed(n)]
-    for module in model.modules():
-        module.recompute = module.name in (again if step.recomputed is None else step.recomputed)
+    mark_recompute(model, again if step.recomputed is None else sorted(step.recomputed), mesh.pp.exchange)
     reducer: Reducer | None = BucketedReducer(model.flats, mesh, bucket_bytes) if bucket_bytes else None
     if step.zero:
         reducer = RowReducer(model, mesh, step.bucket_bytes, overlap=overlap)
@@ -156,7 +162,7 @@ def predicted(step: Step, steps: int = 1) -> Sums:
 
 def sends_what_was_predicted(
     world: World,
-    sizes: GPTConfig = SIZES,
+    sizes: DecoderConfig = SIZES,
     *,
     batch: int = 16,
     steps: int = 1,

@@ -7,10 +7,10 @@
 
 Kinds: HDF5 files that come alone, HDF5 files in a checkpoint whose sums were made anew, damaged checkpoints, manifests
 and consolidated files with sums made anew, settings, corpora, metrics, pages of the flight board, recordings of ranks,
-digests.  A call has a process of its own with 512 MiB and 5 s of a core.  Wrong is: any error but a UserError, a
-signal, a time limit, a path that is opened outside the folder of the case, a bait file that HDF5 opened, other values
-than were saved from a damaged checkpoint, or a message of more than five lines.  A file that comes alone may end the
-process that looks at it: that is what it has one for.
+digests, weights of another tool, tokenizers, encoded texts.  A call has a process of its own with 512 MiB and 5 s of a
+core.  Wrong is: any error but a UserError, a signal, a time limit, a path that is opened outside the folder of the
+case, a bait file that HDF5 opened, other values than were saved from a damaged checkpoint, or a message of more than
+five lines.  A file that comes alone may end the process that looks at it: that is what it has one for.
 
 Exit code: 0 if nothing is wrong, 1 if something is.
 """

@@ -81,7 +81,7 @@ def tensors_of(executor: Executor) -> Iterator[tuple[str, Any, Any]]:
 
     Moments that each worker has for itself are those of the reducer, in which they stand side by side.
     """
-    for p in executor.model.shares():
+    for p in executor.model.kept():
         yield f"weight/{p.name}", p, p.master
     others = executor.reducer.state_tensors()
     own = {kind: of for kind, of in executor.optimizer.state_tensors().items() if f"worker_{kind}" not in others}

@@ -42,7 +42,11 @@ COMMON = (
 """With an eps above the noise of gradients whose true value is zero: AdamW makes steps of it else, which no two layouts
 have in common in float32."""
 
-MODELS = {"dense": ["--tied"], "experts": "--experts 4 --top-k 2 --moe-every 2 --z-loss 0.001".split()}
+MODELS = {
+    "dense": ["--tied"],
+    "experts": "--experts 4 --top-k 2 --moe-every 2 --z-loss 0.001".split(),
+    "frozen": ["--freeze", "table,positions,blocks.0,*.norm2"],
+}
 
 NO_LAYOUT = (
     "--pp 1 --schedule 1f1b --chunks 1 --slices 1 --microbatches 1 --tp 1 --no-sequence-parallel --cp 1 --ep 1 "

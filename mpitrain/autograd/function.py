@@ -15,7 +15,8 @@ it, measure it, compress it, move it to the host or drop it, without the operati
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,6 +55,8 @@ class Function:
         like: the operation whose rules of states hold for this one too; None: its own, or those of an operation element
             by element.  Its inputs begin as those of `like`, and its keyword arguments are called as there.
         node_type: the kind of node that a tape records; another one than `Node` is walked its own way.
+        saved_for: place of an array that forward saves -> the one input whose gradient needs it, beside its shape; where
+            that gradient is not wanted, backward is given None instead, and nothing waits.
         needs: of each array that forward saves what backward needs of it (`mpitrain.autograd.needs`), which a policy of
             the tape may make use of; those at the end that are needed exactly may be left out.
 
@@ -67,6 +70,7 @@ class Function:
     takes_lazy: ClassVar[bool] = False
     like: ClassVar[type[Function] | None] = None
     node_type: ClassVar[type[Node]] = Node
+    saved_for: ClassVar[Mapping[int, int]] = MappingProxyType({})
     needs: ClassVar[tuple[Need, ...]] = ()
 
     forward: ClassVar[Any]
@@ -116,6 +120,8 @@ class Function:
             tape = TAPE.get()
             if tape is not None:
                 tape.record(cls, inputs, outputs, saved, static, PATH.get())
+        elif cls.weight_side and (tape := TAPE.get()) is not None:
+            tape.see_view(inputs[0], outputs[0], cls, static)
         if listeners:
             info = {**info, "output": y, "saved": saved, "outputs": outputs}
             tell(listeners, Event("op", "end", cls.title(), info))

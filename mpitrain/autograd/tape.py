@@ -11,6 +11,8 @@ A tape is a list of nodes.  It belongs to one micro-batch of one stage, and it i
 a prompt in it.  Since all ranks of an axis run the same program, their tapes hold the same collectives in the same
 order, and the reversed lists keep them in step.
 
+Inside of `no_grad` nothing is recorded.
+
 Values have a slot number on their tape, so a tape prints like an assembly listing:
 
     %7 = gelu(%6)  (8, 512) float32  blocks.3.mlp
@@ -19,7 +21,7 @@ Values have a slot number on their tape, so a tape prints like an assembly listi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,6 +78,8 @@ class Tape:
         self._leaf_at: dict[int, Tensor] = {}
         self._weights: list[tuple[Any, Array | None, Any, int]] = []  # parameter, its array, its writes, how many
         self._views: dict[int, Visit] = {}  # slot -> the weight that comes and goes of which it is a view
+        self._fixed_views: weakref.WeakKeyDictionary[Tensor, Visit] = weakref.WeakKeyDictionary()  # of frozen ones
+        self._fixed: set[Tensor] = set()  # frozen parameters that ops have used
         self._packed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._pending: dict[int, Gradient] = {}
         self._owned: set[int] = set()
@@ -123,12 +127,16 @@ class Tape:
                 sides.append(t.weight_side)
                 weights_only = weights_only and t.weight_side
             else:
+                if isinstance(t, Tensor) and (t.is_parameter or t in self._fixed_views):
+                    visits = self._note_fixed(t) or visits
                 slots.append(CONSTANT)
                 wanted.append(False)
                 sides.append(False)
         node.inputs, node.wanted, node.weight_side = tuple(slots), tuple(wanted), tuple(sides)
         if visits:
             saved = self._noted(saved, inputs, is_op=type(node) is Node)
+        if function.saved_for and False in wanted:
+            saved = _needed(saved, function.saved_for, wanted)
         node.saved = saved if self.policy is None else self._pack(node, saved, inputs)
         first = slot = self._slots
         for t in outputs:
@@ -170,6 +178,8 @@ class Tape:
                 notes.append((t.data, Visit(t)))
             elif t.tape is self and t.slot in self._views:
                 notes.append((t.data, self._views[t.slot]))
+            elif t in self._fixed_views:
+                notes.append((t.data, self._fixed_views[t]))
         return tuple([next((note for array, note in notes if array is item), item) for item in saved])
 
     def _leaf(self, t: Tensor, node: Node) -> int:
@@ -190,6 +200,20 @@ class Tape:
                 writes, visits = t.writes, t.visits  # type: ignore[attr-defined]
                 self._weights.append((t, None if visits else t.data, writes, writes.count))
         return slot
+
+    def _note_fixed(self, t: Any) -> bool:
+        """Remember a frozen parameter that an op uses, which must not be written; whether it comes and goes."""
+        if not t.is_parameter:
+            return True  # a view of one that does
+        if t not in self._fixed:
+            self._fixed.add(t)
+            self._weights.append((t, None if t.visits else t.data, t.writes, t.writes.count))
+        return bool(t.visits)
+
+    def see_view(self, t: Any, view: Tensor, function: type[Function], static: dict[str, Any]) -> None:
+        """An op that is not recorded has made a view of a frozen parameter, perhaps one that comes and goes."""
+        if getattr(t, "is_parameter", False) and t.visits and _owner(view.data) is _owner(t.data):
+            self._fixed_views[view] = Visit(t, function, static)
 
     def mark(self, node: Node) -> None:
         """Append a node that is no operation: backward walks it where it comes to it."""
@@ -336,7 +360,8 @@ class Tape:
                 wanted = node.weight_side if only_weights else node.wanted
                 if kept:
                     of_inputs = tuple([want and not w for want, w in zip(wanted, node.weight_side, strict=True)])
-                    kept = not (node.function.undivided and True in of_inputs)
+                    # Where nothing else is wanted W does all of it, unless that had weights come once more.
+                    kept = not (node.function.undivided and (True in of_inputs or _notes_a_weight(node)))
                 if kept:
                     wanted = of_inputs
                     grads = grad if type(grad) is tuple else (grad,)
@@ -457,6 +482,18 @@ class Tape:
     def __str__(self) -> str:
         lines = [f"%{slot} = {getattr(t, 'name', 'input')}  {t.shape} {t.dtype}" for t, slot in self._leaves.items()]
         return "\n".join([*lines, *map(str, self.nodes)])
+
+
+def _needed(saved: tuple[Any, ...], saved_for: Mapping[int, int], wanted: Sequence[bool]) -> tuple[Any, ...]:
+    """What forward saved, without what only gradients need that nobody wants."""
+    return tuple(
+        [None if place in saved_for and not wanted[saved_for[place]] else item for place, item in enumerate(saved)]
+    )
+
+
+def _notes_a_weight(node: Node) -> bool:
+    """Whether backward of a node needs a weight that is here only while it is used."""
+    return any(type(part) is Visit for item in node.saved for part in (item if type(item) is tuple else (item,)))
 
 
 def _owner(array: Any) -> Any:

@@ -78,6 +78,13 @@ class _Keeps(_Lies, Protocol):
     def array(self) -> Array: ...
 
 
+class _IsKept(_Keeps, Protocol):
+    """What is asked of a module's buffer."""
+
+    @property
+    def name(self) -> str: ...
+
+
 def counted_here(spec: Spec, coords: Mapping[str, int]) -> bool:
     """Whether the rank at `coords` is the one that counts its slab: the first on every axis that does not cut it.
 
@@ -114,6 +121,7 @@ def slabs_of(
     states: Mapping[str, Mapping[str, _Keeps]],
     mesh: Mesh,
     apart: Iterable[str] = (),
+    buffers: Iterable[_IsKept] = (),
 ) -> list[SlabRef]:
     """The slabs of a model and of its optimizer.
 
@@ -122,9 +130,11 @@ def slabs_of(
         states: kind -> parameter's name -> tensor, as `Optimizer.state_tensors` gives it; of any shape and spec.
         mesh: the layout.
         apart: axes along which ranks hold weights of their own (`Reducer.apart`): the first one's are saved.
+        buffers: what modules keep besides parameters (`Module.buffers`).
 
     Returns:
-        Weights as `weight/NAME`, in the precision in which they are updated, states as `KIND/NAME`; views, no copies.
+        Weights as `weight/NAME`, in the precision in which they are updated, states as `KIND/NAME`, buffers as
+        `buffer/NAME`; views, no copies.
     """
     slabs, apart = [], tuple(apart)
     for p in parameters:
@@ -133,6 +143,8 @@ def slabs_of(
             if (state := of.get(p.name)) is not None:
                 held = holder(state.spec, mesh, apart)
                 slabs.append(SlabRef(f"{kind}/{p.name}", state.full_shape, state.rectangle, state.array, held))
+    for b in buffers:
+        slabs.append(SlabRef(f"buffer/{b.name}", b.full_shape, b.rectangle, b.array, holder(b.spec, mesh, apart)))
     return slabs
 
 

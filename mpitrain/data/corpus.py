@@ -7,7 +7,8 @@
     NAME.bin                tokens: flat little-endian uint16, as nanoGPT writes them
     a folder with train.bin tokens, and val.bin for validation where it exists
 
-Text is read byte by byte: the vocabulary is the 256 bytes.  The last 5 % are validation.  Files are memory-mapped where
+Text is read byte by byte: the vocabulary is the 256 bytes.  `encoded` makes words of a tokenizer of it.  Token files of
+a tokenizer with more than 65,536 words are uint32.  The last 5 % are validation.  Files are memory-mapped where
 they are used as they lie, so the ranks of one host share them; only several files are joined in memory.
 
 Ranks that read different texts would train on nonsense without an error, so a corpus carries a hash for comparison.
@@ -17,14 +18,16 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import math
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from mpitrain.data.tokenizer import Bytes, Tokenizer, Words
 from mpitrain.errors import DataError
 
 BYTE_VOCABULARY = 256
@@ -38,13 +41,17 @@ class Corpus:
     """A text as numbers, and what a person wants to know about it.
 
     Attributes:
-        train, val: 1-d arrays of uint8 (bytes) or uint16 (tokens), perhaps memory-mapped; read only.
+        train, val: 1-d arrays of uint8 (bytes), uint16 or uint32 (tokens), perhaps memory-mapped; read only.
         vocab_size: one more than the largest token that can occur.
         kind: "bytes" or "tokens".
         source: what the corpus is, for messages: the path, or "Python standard library".
         files: the files read, as paths below the source, in order.
         skipped: files of the folder that are not text.
         sha256: of all tokens in order, or of 64 evenly spread MiB and the length where there are more than 256 MiB.
+        tokenizer: which made the tokens; None: bytes, or nobody said.
+        text_bytes: bytes of the text that train and val stand for; None: nobody knows.
+        ends: int64 (documents,), where each document, a file, of train and val together ends, in tokens, ascending;
+            None: they are one document.
     """
 
     train: np.ndarray
@@ -55,6 +62,38 @@ class Corpus:
     files: tuple[str, ...]
     skipped: tuple[str, ...]
     sha256: str
+    tokenizer: Tokenizer | None = None
+    text_bytes: tuple[int, int] | None = None
+    ends: np.ndarray | None = None
+
+    @property
+    def identity(self) -> str:
+        """What is the same where the tokens are, and the documents begin in the same places."""
+        if self.ends is None:
+            return self.sha256
+        return f"{self.sha256}-{hashlib.sha256(self.ends.astype('<i8').data).hexdigest()[:16]}"
+
+    @property
+    def words(self) -> Words | None:
+        """Makes text of the numbers; None: they are those of nobody knows what."""
+        return Bytes() if self.kind == "bytes" else self.tokenizer
+
+    def bits_per_byte(self, loss: float, *, val: bool = False) -> float | None:
+        """A loss in nats a token as bits a byte of the text, so that runs with other words compare.
+
+        Args:
+            loss: mean over targets.
+            val: it is that of validation.
+
+        Returns:
+            None: how many bytes the tokens stand for is not known.
+        """
+        if self.kind == "bytes":
+            return loss / math.log(2)
+        if self.text_bytes is None:
+            return None
+        tokens, nbytes = len(self.val if val else self.train), self.text_bytes[val]
+        return loss / math.log(2) * tokens / nbytes if nbytes else None
 
     def __str__(self) -> str:
         names = f"{len(self.files):,} files" if len(self.files) != 1 else "1 file"
@@ -66,16 +105,22 @@ class Corpus:
         total = len(self.train) + len(self.val)
         return (
             f"{self.source}: {names}, {total:,} {self.kind}, the last {len(self.val):,} for validation, "
-            f"vocabulary {self.vocab_size:,}, sha256 {self.sha256[:12]}"
+            f"vocabulary {self.vocab_size:,}{self._bytes_per_token()}, sha256 {self.sha256[:12]}"
         )
 
+    def _bytes_per_token(self) -> str:
+        if self.text_bytes is None:
+            return ""
+        return f", {sum(self.text_bytes) / max(1, len(self.train) + len(self.val)):.2f} bytes a token"
 
-def load(path: str | os.PathLike[str] | None = None, vocab_size: int | None = None) -> Corpus:
+
+def load(path: str | os.PathLike[str] | None = None, vocab_size: int | None = None, *, wide: bool = False) -> Corpus:
     """Read a corpus.
 
     Args:
         path: a file or folder as in the table above; None or "" for the standard library.
         vocab_size: declared vocabulary of a token file; without it the file is read once for its largest token.
+        wide: a token file is uint32.
 
     Raises:
         DataError: the path is missing, empty, unreadable, holds no text, or is no token file.
@@ -87,13 +132,13 @@ def load(path: str | os.PathLike[str] | None = None, vocab_size: int | None = No
     root = Path(path)
     try:
         if root.is_dir():
-            return _token_folder(root, vocab_size) if (root / "train.bin").is_file() else _text_folder(root)
+            return _token_folder(root, vocab_size, wide) if (root / "train.bin").is_file() else _text_folder(root)
         if not root.exists():
             raise DataError(f"--data {root}: there is no such file or folder (looked from {Path.cwd()}).")
         if not root.is_file():
             raise DataError(f"--data {root}: is neither a file nor a folder.")
         if root.suffix == ".bin":
-            return _corpus(*_split(_map_tokens(root)), str(root), (root.name,), vocab_size=vocab_size)
+            return _corpus(*_split(_map_tokens(root, wide)), str(root), (root.name,), vocab_size=vocab_size)
         return _text_file(root)
     except OSError as error:
         raise DataError(f"--data {root}: cannot read {error.filename or root}: {error.strerror or error}.") from None
@@ -108,10 +153,10 @@ def _standard_library() -> Corpus:
     if not files:
         raise DataError(f"The Python standard library at {root} has no source text (.py).  Give a text: --data PATH.")
     try:
-        text = b"".join([_content(f"{root}/{name}") for name in files])
+        texts = [_content(f"{root}/{name}") for name in files]
     except OSError as error:
         raise DataError(f"The standard library's {error.filename} cannot be read: {error.strerror}.") from None
-    return _corpus(*_split(_as_bytes(text)), "Python standard library", tuple(files))
+    return _joined(texts, "Python standard library", files)
 
 
 def _text_file(path: Path) -> Corpus:
@@ -140,7 +185,13 @@ def _text_folder(root: Path) -> Corpus:
     if not files:
         found = f"{len(skipped)} files, none of them UTF-8 text" if skipped else "no file with text"
         raise DataError(f"--data {root}: the folder holds {found} (hidden files and folders do not count).")
-    return _corpus(*_split(_as_bytes(b"".join(texts))), str(root), tuple(files), tuple(skipped))
+    return _joined(texts, str(root), files, skipped)
+
+
+def _joined(texts: list[bytes], source: str, files: list[str], skipped: Sequence[str] = ()) -> Corpus:
+    """The corpus of several files, each a document."""
+    text = _corpus(*_split(_as_bytes(b"".join(texts))), source, tuple(files), tuple(skipped))
+    return replace(text, ends=np.cumsum([len(each) for each in texts], dtype=np.int64))
 
 
 def _content(path: str) -> bytes:
@@ -184,23 +235,26 @@ def _as_bytes(text: bytes) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
-def _map_tokens(path: Path) -> np.ndarray:
+def _map_tokens(path: Path, wide: bool) -> np.ndarray:
     size = path.stat().st_size
     if size == 0:
         raise DataError(f"--data {path}: the token file is empty.")
-    if size % 2:
+    if size % (4 if wide else 2):
+        kind = "is no multiple of four; a token file of so many words is flat uint32, four bytes a token."
+        if not wide:
+            kind = "is an odd number; a token file is flat uint16, two bytes a token."
         raise DataError(
-            f"--data {path}: {size:,} bytes is an odd number; a token file is flat uint16, two bytes a token.  "
-            f"It may be cut off, or not a token file (text must not end in .bin)."
+            f"--data {path}: {size:,} bytes {kind}  It may be cut off, or not a token file (text must not end in .bin)."
         )
-    return np.memmap(path, "<u2", "r")
+    return np.memmap(path, "<u4" if wide else "<u2", "r")
 
 
-def _token_folder(root: Path, vocab_size: int | None) -> Corpus:
-    train = _map_tokens(root / "train.bin")
+def _token_folder(root: Path, vocab_size: int | None, wide: bool) -> Corpus:
+    train = _map_tokens(root / "train.bin", wide)
     if not (root / "val.bin").is_file():
         return _corpus(*_split(train), str(root), ("train.bin",), vocab_size=vocab_size)
-    return _corpus(train, _map_tokens(root / "val.bin"), str(root), ("train.bin", "val.bin"), vocab_size=vocab_size)
+    val = _map_tokens(root / "val.bin", wide)
+    return _corpus(train, val, str(root), ("train.bin", "val.bin"), vocab_size=vocab_size)
 
 
 def _pieces(tokens: np.ndarray, length: int) -> Iterator[np.ndarray]:
@@ -229,10 +283,11 @@ def _corpus(
         vocab_size = BYTE_VOCABULARY
     elif vocab_size is None:
         vocab_size = 1 + max(int(piece.max()) for part in (train, val) for piece in _pieces(part, _PIECE))
-    return Corpus(train, val, vocab_size, kind, source, files, skipped, _fingerprint(train, val))
+    return Corpus(train, val, vocab_size, kind, source, files, skipped, fingerprint(train, val))
 
 
-def _fingerprint(*parts: np.ndarray) -> str:
+def fingerprint(*parts: np.ndarray) -> str:
+    """SHA-256 of arrays, or of evenly spread parts of them where they are large."""
     digest = hashlib.sha256()
     if sum(part.nbytes for part in parts) <= _WHOLE:
         for part in parts:

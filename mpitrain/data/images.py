@@ -26,12 +26,14 @@ class ImageBatch:
         targets: int64 (b,) class numbers; IGNORE in padded rows.
         step: the step, counted in attempts (of test images: the number of the batch).
         epoch: the epoch, counted from 0.
+        training: False for test images, of which no statistics are taken.
     """
 
     inputs: Array
     targets: Array
     step: int
     epoch: int = 0
+    training: bool = True
 
     @property
     def count(self) -> int:
@@ -116,7 +118,8 @@ class Images:
         for number, first in enumerate(range(0, len(self.test_images), batch)):
             places = np.arange(-(-batch // size), dtype=np.int64) * size + rank
             real = (places < batch) & (first + places < len(self.test_images))
-            yield _batch(self.test_images, self.test_labels, np.where(real, first + places, -1), number)
+            test = _batch(self.test_images, self.test_labels, np.where(real, first + places, -1), number)
+            yield replace(test, training=False)
 
 
 def _batch(images: np.ndarray, labels: np.ndarray, samples: np.ndarray, step: int, epoch: int = 0) -> ImageBatch:

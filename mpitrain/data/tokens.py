@@ -257,6 +257,10 @@ class Tokens:
         """Targets over which the validation loss is the mean: 131,072, fewer where the text is shorter."""
         return min(VALIDATION_TARGETS, (len(self.corpus.val) - 1) // self.seq_len * self.seq_len)
 
+    def num_validation_batches(self, batch: int) -> int:
+        """Global batches of so many rows that `validation` gives."""
+        return -(-self.num_validation_targets() // (self.seq_len * batch))
+
     def validation(self, batch: int, rank: int = 0, size: int = 1, positions: Array | None = None) -> Iterator[Batch]:
         """This rank's batches of the validation windows; every rank gets the same number of batches and rows.
 
@@ -275,7 +279,7 @@ class Tokens:
         num_targets = self.num_validation_targets()
         num_windows = -(-num_targets // s)
         rows = -(-batch // size)
-        for number in range(-(-num_windows // batch)):
+        for number in range(self.num_validation_batches(batch)):
             places = np.arange(rows, dtype=np.int64) * size + rank
             window = number * batch + places
             real = (places < batch) & (window < num_windows)
@@ -283,6 +287,17 @@ class Tokens:
             inputs, targets = self._windows(self.corpus.val, starts)
             targets[window[:, None] * s + np.arange(s) >= num_targets] = IGNORE
             yield Batch(inputs, targets, places, self._positions(), number, training=False).part(positions)
+
+    def check_words(self, tokens: np.ndarray) -> None:
+        """Refuse tokens, int64, that are not below the declared vocabulary.
+
+        Raises:
+            DataError: there is one.
+        """
+        if self.corpus.kind == "tokens" and (largest := int(tokens.max(initial=0))) >= self.vocab_size:
+            raise DataError(
+                f"{self.corpus.source}: token {largest:,} is not below the declared vocabulary of {self.vocab_size:,}."
+            )
 
     def _positions(self) -> np.ndarray:
         return np.arange(self.seq_len, dtype=np.int64)
@@ -292,10 +307,7 @@ class Tokens:
         padded = starts < 0
         offsets = np.arange(self.seq_len + 1, dtype=np.int64)
         window = text[np.where(padded, 0, starts)[:, None] + offsets].astype(np.int64)
-        if self.corpus.kind == "tokens" and (largest := int(window.max(initial=0))) >= self.vocab_size:
-            raise DataError(
-                f"{self.corpus.source}: token {largest:,} is not below the declared vocabulary of {self.vocab_size:,}."
-            )
+        self.check_words(window)
         inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()  # of one row both would be the same memory
         inputs[padded], targets[padded] = 0, IGNORE
         return inputs, targets

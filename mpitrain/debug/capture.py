@@ -31,6 +31,7 @@ from mpitrain.backend import Array, to_host
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.world import World
 from mpitrain.events import Event, listen
+from mpitrain.nn.buffer import Buffer
 from mpitrain.nn.module import PRECISION
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.optimizer import StateTensor
@@ -49,12 +50,16 @@ keep rows of what they would all hold, by ZeRO's stage.
 Fact = Any  # what JSON holds
 
 
+BUFFER = "buffer"
+"""The kind of what modules keep besides parameters."""
+
+
 class Record(NamedTuple):
     """One thing that was seen on a rank.
 
     facts of a `begin`: rank; executor, counted from 0; the mesh's sizes and coords; parameters: name, full shape,
     rectangle and whether it decays, of each, in the model's order; states: kind -> the same of the tensors that the
-    optimizer keeps, for the kinds whose tensors have other shapes than the parameters.
+    optimizer keeps, for the kinds whose tensors have other shapes than the parameters, and of what modules keep.
     facts of a `step`: executor; step, counted from 1; order: names as backward makes them final; own loss: the sum of
     the losses that this rank's forwards gave, 0 on ranks without the last stage; compute: the row of its F, B and W
     since the step before; batch: the step's place in its row, where several overlap; sent: (op, axis) of each kind of
@@ -178,13 +183,14 @@ class _Course:
     def __init__(self, executor: Executor, number: int) -> None:
         self.number = number
         self.parameters: list[Parameter] = executor.model.shares()
+        self.buffers = executor.model.buffers()
         self.gradients: np.ndarray = np.empty(0)
         self.own_loss = 0.0
         self.compute: Row = []
         self._done = 0
         self._untold: deque[Record] = deque()
         self._report: StepReport | None = executor.report
-        self._unused: set[Tensor] = {*executor.model.parameters()}
+        self._unused: set[Tensor] = {p for p in executor.model.parameters() if not p.frozen}
         self._used: list[list[str]] = []  # names by the op that uses them first, in the order of forward
         self._sent: set[tuple[str, str]] = set()  # (op, axis)
         self.memory: set[str] = set()
@@ -209,6 +215,8 @@ class _Course:
         for kind, of in executor.optimizer.state_tensors().items():
             if [[name, *_place(tensor)] for name, tensor in of.items()] != places:
                 states[kind] = [[name, *_place(tensor), False] for name, tensor in of.items()]
+        if self.buffers:
+            states[BUFFER] = [[buffer.name, *_place(buffer), False] for buffer in self.buffers]
         facts = {"rank": rank, "executor": self.number, "sizes": dict(mesh.sizes), "coords": dict(mesh.coords)}
         facts["asked dtype"] = np.dtype(executor.model.asked_dtype).name
         weights = _vector(p.master for p in self.parameters)
@@ -220,6 +228,8 @@ class _Course:
         record.arrays["weight"] = _vector(p.master for p in self.parameters)
         for kind, of in executor.optimizer.state_dict().items():
             record.arrays[kind] = _vector(of.values())
+        if self.buffers:
+            record.arrays[BUFFER] = _vector(buffer.array for buffer in self.buffers)
         record.facts["batch"] = batch
         record.facts["updates"] = executor.optimizer.updates
         self._done += 1
@@ -282,7 +292,7 @@ def _gradient(p: Parameter, scaler: Scaler | None) -> Array:
     return p.grad if scaler is None else p.grad * scaler.inverse(scaler.group(p))
 
 
-def _place(tensor: Parameter | StateTensor) -> list[Fact]:
+def _place(tensor: Parameter | StateTensor | Buffer) -> list[Fact]:
     """The full shape of a tensor, and this rank's rectangle of it."""
     return [list(tensor.full_shape), [[part.start, part.stop] for part in tensor.rectangle]]
 

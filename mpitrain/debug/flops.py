@@ -10,7 +10,7 @@
 
 A listener.  A product of (n, k) and (k, m) counts 2 n k m; nothing else counts, as in the formulas of the papers.
 Attention counts as if no key were masked: twice what is done where it is causal, since whole blocks of masked keys are
-left out.
+left out.  With a sliding window every query counts the keys of a whole one.
 
     forward     the first time
     again       second forwards of what is recomputed; and the scores, where backward of attention makes them anew
@@ -33,7 +33,7 @@ from mpitrain.events import Event
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
-_PRODUCTS = ("linear", "matmul", "grouped_matmul", "conv2d")
+_PRODUCTS = ("linear", "matmul", "contract", "grouped_matmul", "conv2d")
 _ATTENTIONS = ("attention", "ring_attention", "rsa_attention", "slice_attention")
 
 
@@ -96,7 +96,8 @@ def _again_or(first: str) -> str:
 def _of_product(info: Mapping[str, Any]) -> int:
     x, w = info["inputs"][:2]
     # A filter is multiplied with all that it sees from a place.
-    length = math.prod(w.shape[1:]) if info["function"].title() == "conv2d" else x.shape[-1]
+    op = info["function"].title()
+    length = math.prod(w.shape[1:]) if op == "conv2d" else x.shape[-1] if op != "contract" else _summed(info, x, w)
     return 2 * int(info["output"].size) * int(length)
 
 
@@ -109,6 +110,8 @@ def _of_product_backward(info: Mapping[str, Any]) -> int:
             continue
         if info["function"].title() == "conv2d":
             length = math.prod(info["tape"].saved_of(info["node"])[1].shape[1:])
+        elif info["function"].title() == "contract":
+            length = _summed(info, *info["tape"].saved_of(info["node"])[:2])
         elif isinstance(made, Product):
             length = made.a.shape[0]
         elif isinstance(made, GroupedProduct):
@@ -119,6 +122,14 @@ def _of_product_backward(info: Mapping[str, Any]) -> int:
             length = made.shape[-2]
         flops += 2 * size * int(length)
     return flops
+
+
+def _summed(info: Mapping[str, Any], *factors: Any) -> int:
+    """How many products a contraction adds up for each element: the lengths of the letters that its result has not."""
+    static = info["static"] if "static" in info else info["node"].static
+    *of, result = static["letters"]
+    letters, factor = next((mine, x) for mine, x in zip(of, factors, strict=True) if x is not None)
+    return math.prod([n for letter, n in zip(letters, factor.shape, strict=True) if letter not in result])
 
 
 def _of_scores(info: Mapping[str, Any], packed: tuple[int, ...]) -> int:
@@ -132,6 +143,7 @@ def _of_scores(info: Mapping[str, Any], packed: tuple[int, ...]) -> int:
     else:
         past = info["tape"].saved_of(info["node"])[5:] if info["function"].title() == "slice_attention" else ()
     keys += sum(each.shape[1] for each in past)
+    keys = min(keys, static.get("window") or keys)
     return 2 * math.prod((b, heads, s, keys, width // (heads + 2 * kv_heads)))
 
 

@@ -43,6 +43,7 @@ from mpitrain.debug.owners import (
     ARRIVED,
     BACKWARD,
     BATCH,
+    CONSTANTS,
     GATHERED,
     GRADIENTS,
     MASTERS,
@@ -239,7 +240,7 @@ class MemoryLedger:
         self._dealt_out = [
             p for flat in model.flats if isinstance(flat, CutFlat) and flat.stage > 1 for p in flat.parameters
         ]
-        for flat in model.flats:
+        for flat in (*model.flats, *model.frozen_flats):
             _, before = self._bound.get(id(flat), (None, None))
             if before is not None and before is not flat.weights:
                 self._rename(before, VERSIONS)
@@ -248,6 +249,8 @@ class MemoryLedger:
             if flat.masters is not flat.weights:
                 self._see(flat.masters, MASTERS)
             self._see(flat.grads, GRADIENTS)
+        for array in model.constants:
+            self._see(array, CONSTANTS)
         if optimizer is not None:
             for arrays in optimizer.state_dict().values():
                 for array in arrays.values():

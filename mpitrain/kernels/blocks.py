@@ -20,16 +20,24 @@ QUERIES = 64  # of one block of attention, and of one stripe of kept scores; csr
 SCORES = 32_768  # of one block of attention
 
 
-def kept_scores(s: int, t: int, causal: bool) -> int:
+def kept_scores(s: int, t: int, causal: bool, since: int | None = None) -> int:
     """How many scores attention keeps of a head of s queries and t keys, if it keeps them.
 
-    All s * t; with causal attention stripes of QUERIES queries, of each as many keys as its last query sees: for whole
-    stripes s * (s + QUERIES) / 2.
+    All s * t; with causal attention stripes of QUERIES queries, of each the keys that any of its queries sees: for
+    whole stripes s * (s + QUERIES) / 2.  Where a query i sees no key before `since` + i, a stripe has at most QUERIES -
+    since.
     """
     if not causal:
         return s * t
     stripes, rest = divmod(s, QUERIES)
-    return QUERIES * QUERIES * (stripes * (stripes + 1) // 2) + rest * s
+    growing = stripes if since is None else min(stripes, -since // QUERIES + 1)
+    scores = QUERIES * QUERIES * (growing * (growing + 1) // 2) + rest * (s - first_key(s - rest, s, since))
+    return scores if since is None else scores + (stripes - growing) * QUERIES * (QUERIES - since)
+
+
+def first_key(query: int, t: int, since: int | None) -> int:
+    """The first of t keys that a query sees, where it sees none before `since` + its number; None: it sees all."""
+    return 0 if since is None else min(max(0, query + since), t)
 
 
 def rows_of(x: Array) -> tuple[int, int]:

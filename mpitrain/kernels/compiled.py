@@ -16,8 +16,16 @@ import numpy as np
 
 from mpitrain.backend import Array, is_half, wide
 from mpitrain.kernels import _compiled, reference
+from mpitrain.kernels.compiled_images import (  # noqa: F401 - kernels by name
+    conv2d,
+    conv2d_filters,
+    conv2d_images,
+    max_pool2d,
+    max_pool2d_backward,
+)
 from mpitrain.kernels.reference.products import multiply, product_dtype
 from mpitrain.kernels.reference.residual import keep_scale
+from mpitrain.kernels.reference.rotary import packed, unpacked
 from mpitrain.kernels.reference.update import adamw_numbers
 
 levels, use = _compiled.levels, _compiled.use
@@ -204,6 +212,97 @@ def layer_norm_backward(
     return dx, dw, db
 
 
+# ----------------------------------------------------------------------------------------- RMS norm, SwiGLU, rotary
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    compute = _precision(x, beside=(weight,))
+    if compute is None:
+        return reference.rms_norm(x, weight, eps)
+    y, rstd = np.empty(x.shape, x.dtype), np.empty((x.size // x.shape[-1] if x.size else 0, 1), compute)
+    spare = _spare(x, compute, 2, x.shape[-1])
+    _compiled.rms_norm(_given(x), _vector(weight, compute), eps, _raw(y), rstd, spare)
+    return y, rstd
+
+
+def residual_rms_norm(
+    x: Array, y: Array, branch_bias: Array | None, rows: Array | None, p: float, weight: Array, eps: float
+) -> tuple[Array, Array, Array]:
+    threshold = _threshold(p)
+    compute = _precision(x, y, beside=(branch_bias, weight))
+    if compute is None or x.shape != y.shape or threshold >= 2**32 or not 0 < x.size < 2**32:
+        return reference.residual_rms_norm(x, y, branch_bias, rows, p, weight, eps)
+    total, out = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    rstd = np.empty((x.size // x.shape[-1], 1), compute)
+    rows = None if rows is None else _solid(rows)
+    branch = _given(y), _vector(branch_bias, compute), rows, threshold, keep_scale(p)
+    spare = _spare(x, compute, 4, x.shape[-1])
+    _compiled.residual_rms_norm(_given(x), *branch, _vector(weight, compute), eps, _raw(total), _raw(out), rstd, spare)
+    return total, out, rstd
+
+
+def rms_norm_backward(
+    grad: Array, x: Array, rstd: Array, weight: Array, extra: Array | None = None
+) -> tuple[Array, Array]:
+    compute = _precision(x, grad, extra, beside=(weight,))
+    if compute is None or rstd.dtype != compute:
+        return reference.rms_norm_backward(grad, x, rstd, weight, extra)
+    width = x.shape[-1]
+    dx, dw, group = np.empty(x.shape, x.dtype), np.empty(width, compute), np.empty(width, compute)
+    norm = _solid(rstd), _vector(weight, compute)
+    spare = _spare(x, compute, 4, width)
+    _compiled.rms_norm_backward(_given(grad), _given(extra), _given(x), *norm, _raw(dx), dw, group, spare)
+    return dx, dw
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    compute = _precision(gate, up)
+    if compute is None or gate.shape != up.shape:
+        return reference.swiglu(gate, up)
+    y = np.empty(gate.shape, gate.dtype)
+    _compiled.swiglu(_given(gate), _given(up), _raw(y), _spare(gate, compute, 3, 1))
+    return y
+
+
+def swiglu_backward(grad: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    compute = _precision(gate, up, grad)
+    if compute is None or not gate.shape == up.shape == grad.shape:
+        return reference.swiglu_backward(grad, gate, up)
+    d_gate, d_up = np.empty(gate.shape, gate.dtype), np.empty(gate.shape, gate.dtype)
+    spare = _spare(gate, compute, 5, 1)
+    _compiled.swiglu_backward(_given(grad), _given(gate), _given(up), _raw(d_gate), _raw(d_up), spare)
+    return d_gate, d_up
+
+
+def rotary(qkv: Array, heads: int, kv_heads: int, cos: Array, sin: Array) -> Array:
+    compute = _precision(qkv, beside=(cos, sin))
+    if compute is None or not cos.size:
+        return reference.rotary(qkv, heads, kv_heads, cos, sin)
+    y = np.empty(qkv.shape, qkv.dtype)
+    tables = _vector(cos, compute), _vector(sin, compute)
+    spare = _spare(qkv, compute, 2, qkv.shape[-1])
+    _compiled.rotary(_given(qkv), heads // kv_heads + 2, *tables, _raw(y), spare)
+    return y
+
+
+def rotary_pack(q: Array, kv: Array, heads: int, kv_heads: int, cos: Array, sin: Array) -> Array:
+    if not (_fits(q, kv, cos, sin) and cos.size):
+        return rotary(packed(q, kv, kv_heads), heads, kv_heads, cos, sin)
+    y = np.empty((*q.shape[:2], q.shape[2] + kv.shape[2]), q.dtype)
+    _compiled.rotary_pack(_solid(q), _solid(kv), kv_heads, _solid(cos), _solid(sin), y)
+    return y
+
+
+def rotary_unpack(qkv: Array, heads: int, kv_heads: int, cos: Array, sin: Array) -> tuple[Array, Array]:
+    if not (_fits(qkv, cos, sin) and cos.size):
+        return unpacked(rotary(qkv, heads, kv_heads, cos, sin), heads, kv_heads)
+    b, s, width = qkv.shape
+    d = width // (heads + 2 * kv_heads)
+    q, kv = np.empty((b, s, heads * d), qkv.dtype), np.empty((b, s, 2 * kv_heads * d), qkv.dtype)
+    _compiled.rotary_unpack(_solid(qkv), kv_heads, _solid(cos), _solid(sin), q, kv)
+    return q, kv
+
+
 # -------------------------------------------------------------------------------------------- softmax and cross-entropy
 
 
@@ -263,13 +362,15 @@ def attention(
     drop: float,
     keys: Array | None = None,
     scores: Array | None = None,
+    since: int | None = None,
+    firsts: Array | None = None,
 ) -> Array:
     precision = _attends(q, k, v, out)
     if precision is None or _threshold(drop) >= 2**32:
         how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "rows": rows, "drop": drop, "keys": keys}
-        return reference.attention(q, k, v, out, scores=scores, **how)
+        return reference.attention(q, k, v, out, scores=scores, since=since, firsts=firsts, **how)
     lse = np.empty(q.shape[:3], precision[0])
-    setting = _setting(precision, q, k, scale, causal, mask, rows, drop, keys, scores, backward=False)
+    setting = _setting(precision, q, k, scale, causal, mask, rows, drop, keys, scores, since, firsts, backward=False)
     _compiled.attention(lse, *_bits(q, k, v, out), *setting)
     return lse
 
@@ -292,6 +393,8 @@ def attention_backward(
     drop: float,
     keys: Array | None = None,
     scores: Array | None = None,
+    since: int | None = None,
+    firsts: Array | None = None,
 ) -> None:
     arrays = q, k, v, y, dq, dk, dv
     precision = _attends(grad, *arrays)
@@ -300,9 +403,10 @@ def attention_backward(
         grad = grad if precision is None else grad.astype(q.dtype, order="C")
     if precision is None or not _fits(lse) or lse.dtype != precision[0] or _threshold(drop) >= 2**32:
         how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "rows": rows, "drop": drop, "keys": keys}
-        reference.attention_backward(grad, *arrays[:4], lse, dq, dk, dv, scores=scores, **how)
+        how |= {"scores": scores, "since": since, "firsts": firsts}
+        reference.attention_backward(grad, *arrays[:4], lse, dq, dk, dv, **how)
         return
-    setting = _setting(precision, q, k, scale, causal, mask, rows, drop, keys, scores, backward=True)
+    setting = _setting(precision, q, k, scale, causal, mask, rows, drop, keys, scores, since, firsts, backward=True)
     _compiled.attention_backward(_solid(lse), *_bits(grad, q, k, v, y, dq, dk, dv), *setting)
 
 
@@ -348,6 +452,8 @@ def _setting(
     drop: float,
     keys: Array | None,
     scores: Array | None,
+    since: int | None,
+    firsts: Array | None,
     *,
     backward: bool,
 ) -> tuple[Any, ...]:
@@ -357,8 +463,9 @@ def _setting(
     scratch = np.empty(_compiled.attention_scratch(s, t, d, compute.itemsize, backward), np.uint8)
     rows = None if rows is None else _solid(rows)
     keys = None if keys is None else _integers(keys)
+    firsts = None if firsts is None else _integers(firsts)
     brain = half is not None and half.kind != "f"
-    return causal, scale, mask, rows, keys, _threshold(drop), keep_scale(drop), scratch, scores, brain
+    return causal, scale, mask, rows, keys, _threshold(drop), keep_scale(drop), scratch, scores, brain, since, firsts
 
 
 # ------------------------------------------------------------------------------------------------------------ experts

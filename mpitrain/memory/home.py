@@ -59,7 +59,7 @@ class Home:
         moving = [flat for flat in flats if self._moves_masters(flat)]
         for number, flat in enumerate(moving):
             regions.append(Region(_masters(number), flat.masters.size, flat.masters.dtype))
-        count = sum(_size(share) for flat in flats for share in flat.shares)
+        count = sum(_size(share) for flat in flats if not flat.frozen for share in flat.shares)
         dtypes = [flat.dtype if isinstance(flat, StoredFlat) else flat.weights.dtype for flat in flats]
         dtype = wide(dtypes[0]) if dtypes else np.dtype(np.float64)  # masters have one dtype
         regions += [Region(_state(kind), count, dtype) for kind in self._kinds]

@@ -40,7 +40,7 @@ class StoredFlat(CutFlat):
     """As its base, of stage 3; nothing is here before `live_in`.
 
     Args:
-        parameters, places, axes, dtype, xp, ranks, rank: as of a `CutFlat`.
+        parameters, places, axes, dtype, xp, ranks, rank, frozen: as of a `CutFlat`.
         number: among the flats of the model; names regions.
     """
 
@@ -59,8 +59,10 @@ class StoredFlat(CutFlat):
         ranks: int,
         rank: int,
         number: int,
+        frozen: bool = False,
     ) -> None:
         self._deal_out(parameters, places, axes, xp, 3, ranks, rank)
+        self.frozen = frozen
         self.own_grads = None
         self.dtype = np.dtype(dtype)
         self._number = number
@@ -69,6 +71,8 @@ class StoredFlat(CutFlat):
     def regions(self) -> list[Region]:
         """What it needs of a store."""
         own, full = self.own_offsets[-1], wide(self.dtype)
+        if self.frozen:
+            return [Region(self._name("weights"), own, self.dtype)]
         masters = [Region(self._name("masters"), own, full)] if is_half(self.dtype) else []
         return [Region(self._name("weights"), own, self.dtype), *masters, Region(self._name("gradients"), own, full)]
 
@@ -79,25 +83,28 @@ class StoredFlat(CutFlat):
         """Take a store that has its regions."""
         own, full, factor = (self.own_offsets[-1],), wide(self.dtype), Factor()
         self.weights = StoredArray(store, self._name("weights"), 0, own, self.dtype)
-        self._masters = StoredArray(store, self._name("masters"), 0, own, full) if is_half(self.dtype) else None
-        self.grads = StoredArray(store, self._name("gradients"), 0, own, full, factor)
+        trains = not self.frozen
+        has_masters = trains and is_half(self.dtype)
+        self._masters = StoredArray(store, self._name("masters"), 0, own, full) if has_masters else None
+        if trains:
+            self.grads = StoredArray(store, self._name("gradients"), 0, own, full, factor)
         self._factor = factor
         for p, share, start in zip(self.parameters, self.shares, self.own_offsets, strict=False):
             shape = slab_shape(share.rectangle)
             p.bind(absent(slab_shape(p.rectangle), self.dtype, self.xp), None, None)
             p.visits = True
             master = None if self._masters is None else self._masters.part(start, shape)
-            share.bind(self.weights.part(start, shape), master, self.grads.part(start, shape))
+            share.bind(self.weights.part(start, shape), master, self.grads.part(start, shape) if trains else None)
 
     @property
     def updated(self) -> list[Any]:
-        return [self.grads]
+        return [] if self.frozen else [self.grads]
 
     def start(self, seed: int) -> None:
         for share in self.shares:
             if share.data.size:
                 values = share.init(share.name, share.full_shape, share.rectangle, seed).astype(share.master.dtype)
-                share.master.put(0, self.xp.asarray(values).reshape(-1))
+                share.master[...] = self.xp.asarray(values)
                 share.refresh()
 
     # -- gradients ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A convolutional network that classifies images.
 
     x = relu(conv(x))              for each block; the last of a group is followed by max_pool
+    x = relu(norm(conv(x)))        with batch norm
     loss = sum over rows of cross_entropy(head(flatten(x)))
 
 Rows are divided over dp, and the blocks are dealt out to the stages of a pipeline: between two of them go images.  A
@@ -14,46 +15,57 @@ Paper: the form is that of Simonyan and Zisserman 2015, arXiv:1409.1556, section
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpitrain.autograd.auxiliary import add_counts, collect, counting
+from mpitrain.autograd.ops import IGNORE
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import to_device, to_host
+from mpitrain.backend import Array, to_device
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import MeshError, ShapeError
+from mpitrain.models.classes import CORRECT, accuracy, loss_of_classes
 from mpitrain.nn import init as initial
 from mpitrain.nn.conv import BEFORE_RELU, Conv2d, Flatten, MaxPool2d
 from mpitrain.nn.layers import Linear, Relu
-from mpitrain.nn.loss import cross_entropy
 from mpitrain.nn.module import Boundary, Module
+from mpitrain.parallel.batch_norm import BatchNorm
 from mpitrain.parallel.stages import check_whole, stages_here
 from mpitrain.parallel.zero import gather_units
 from mpitrain.parallel.zero.gather import PREFETCH
 from mpitrain.pipeline.partition import Partition, balance
-from mpitrain.spec import INVARIANT, Shard
+from mpitrain.spec import DATA_AXES, INVARIANT, Shard
+
+__all__ = ["CNN", "CORRECT", "Block", "accuracy"]
 
 Shape = tuple[int, int, int]  # of an image: (h, w, c)
 
-CORRECT = "correct"
-"""What forward passes count: the rows whose class has the highest score."""
-
 
 class Block(Module):
-    """Convolution of 3 x 3 pixels, ReLU, and a pool of 2 x 2 if it ends a group."""
+    """Convolution of 3 x 3 pixels, batch norm if one is given, ReLU, and a pool of 2 x 2 if it ends a group."""
 
-    def __init__(self, name: str, channels: int, filters: int, pools: bool) -> None:
+    def __init__(self, name: str, channels: int, filters: int, pools: bool, norm: BatchNorm | None = None) -> None:
         super().__init__(name)
         init = initial.fan_in((1, 2, 3), gain=BEFORE_RELU)
-        self.conv = Conv2d(f"{name}.conv", channels, filters, kernel=3, padding=1, init=init)
+        # A norm takes away whatever a bias adds.
+        self.conv = Conv2d(f"{name}.conv", channels, filters, kernel=3, padding=1, bias=norm is None, init=init)
+        self.norm = norm
         self.relu = Relu(f"{name}.relu")
         self.pool = MaxPool2d(2, name=f"{name}.pool") if pools else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, h, w, c) -> (b, h, w, filters), half as high and wide behind a pool."""
-        x = self.relu(self.conv(x))
+    def forward(self, x: Tensor, rows: Array | None = None, training: bool = True) -> Tensor:
+        """(b, h, w, c) -> (b, h, w, filters), half as high and wide behind a pool.
+
+        Args:
+            x: images.
+            rows: bool (b,), those that count in the statistics of a batch norm; None: all.
+            training: whether it takes them of this batch.
+        """
+        x = self.conv(x)
+        if self.norm is not None:
+            x = self.norm(x, rows, training)
+        x = self.relu(x)
         return x if self.pool is None else self.pool(x)
 
 
@@ -67,6 +79,9 @@ class CNN(Module):
         classes: to be told apart.
         partition: how many blocks (convolutions) each stage of a pipeline has, the head being on the last; None: as
             even as the work of whole blocks can be divided.  Stage q is on rank q mod pp; there may be several a rank.
+        batch_norm: whether there is one behind each convolution: over the rows of all ranks, and none that is padding.
+        per_microbatch: batch norms take micro-batches by themselves, which then are another training run than whole
+            batches; else the executor refuses several.
         seed: of the initial values.
         dtype: of weights, activations and gradients; inputs are turned into it.
         zero: stage of ZeRO: what ranks deal out that would all hold the same (mpitrain.parallel.zero).
@@ -80,7 +95,7 @@ class CNN(Module):
 
     `model(batch)`, where all stages are on this rank: batch.inputs (b, h, w, c), batch.targets (b,) class numbers,
     IGNORE for rows that do not count; returns the sum of the cross-entropy over the valid rows.  A batch from the host
-    goes to where the weights are.
+    goes to where the weights are.  With batch norm the batch also says whether it is for training; `logits` is not.
 
     Steps report how many rows were classified rightly (`executor.report.counted["correct"]`); of other rows `accuracy`
     tells it.
@@ -96,6 +111,8 @@ class CNN(Module):
         classes: int = 10,
         *,
         partition: Partition | None = None,
+        batch_norm: bool = False,
+        per_microbatch: bool = False,
         seed: int = 0,
         dtype: Any = np.float32,
         zero: int = 0,
@@ -108,6 +125,7 @@ class CNN(Module):
             "image": list(image),
             "groups": [list(group) for group in groups],
             "classes": classes,
+            "batch_norm": batch_norm,
             "seed": seed,
         }
         filters = [count for group in groups for count in group]
@@ -118,7 +136,14 @@ class CNN(Module):
         self.num_stages = self.partition.stages
         self.stages = stages_here(self.partition, len(filters), mesh.pp)
         here = [number for stage in self.stages for number in self.partition.range(stage)]
-        self.blocks = [Block(f"blocks.{i}", self.shapes[i][2], filters[i], pools[i]) for i in here]
+        rows_over = mesh.merged(DATA_AXES)
+
+        def norm(i: int) -> BatchNorm | None:
+            name = f"blocks.{i}.norm"
+            return BatchNorm(name, filters[i], rows_over, per_microbatch=per_microbatch) if batch_norm else None
+
+        self.has_norms = batch_norm
+        self.blocks = [Block(f"blocks.{i}", self.shapes[i][2], filters[i], pools[i], norm(i)) for i in here]
         self._block_at = dict(zip(here, self.blocks, strict=True))
         if self.num_stages - 1 in self.stages:
             self.flatten = Flatten()
@@ -135,8 +160,8 @@ class CNN(Module):
     def forward_stage(self, stage: int, batch: Any, *inputs: Tensor, carry: Any = None) -> tuple[Tensor, ...]:
         if self.num_stages == 1:
             return (self(batch),)
-        x = self._blocks_of(stage, inputs[0] if stage else self._images(batch.inputs))
-        return (x,) if stage < self.num_stages - 1 else (self._loss(self._scores(x), batch),)
+        x = self._blocks_of(stage, inputs[0] if stage else self._images(batch.inputs), batch)
+        return (x,) if stage < self.num_stages - 1 else (loss_of_classes(self._scores(x), batch.targets, self.like),)
 
     def boundary(self, stage: int, batch: Any) -> tuple[Boundary, ...]:
         if not stage:
@@ -144,9 +169,15 @@ class CNN(Module):
         shape = self.shapes[sum(self.partition.layers[:stage])]
         return (Boundary((len(batch.targets), *shape), self.like.dtype, {"dp": Shard(0), "tp": INVARIANT}),)
 
-    def _blocks_of(self, stage: int, x: Tensor) -> Tensor:
+    def _blocks_of(self, stage: int, x: Tensor, batch: Any = None) -> Tensor:
+        """The blocks of a stage; without a batch as in evaluation."""
+        rows, training = None, batch is not None
+        if training and self.has_norms:
+            training = batch.training
+            if training and batch.count < len(batch.targets):
+                rows = to_device(batch.targets, like=self.like) != IGNORE
         for number in self.partition.range(stage):
-            x = self._block_at[number](x)
+            x = self._block_at[number](x, rows, training)
         return x
 
     # -- all of them --------------------------------------------------------------------------------------------------
@@ -157,14 +188,18 @@ class CNN(Module):
         Raises:
             ShapeError: some stages are on other ranks, or these are other images.
         """
+        return self._through(inputs)
+
+    def forward(self, batch: Any) -> Tensor:
+        return loss_of_classes(self._through(batch.inputs, batch), batch.targets, self.like)
+
+    def _through(self, inputs: Any, batch: Any = None) -> Tensor:
+        """Scores from images; without a batch as in evaluation."""
         check_whole(self)
         x = self._images(inputs)
         for stage in self.stages:
-            x = self._blocks_of(stage, x)
+            x = self._blocks_of(stage, x, batch)
         return self._scores(x)
-
-    def forward(self, batch: Any) -> Tensor:
-        return self._loss(self.logits(batch.inputs), batch)
 
     def _images(self, inputs: Any) -> Tensor:
         """What comes into the first stage."""
@@ -176,37 +211,6 @@ class CNN(Module):
 
     def _scores(self, x: Tensor) -> Tensor:
         return self.head(self.flatten(x))
-
-    def _loss(self, logits: Tensor, batch: Any) -> Tensor:
-        targets = to_device(batch.targets, like=self.like)
-        if counting():
-            right = (logits.data.argmax(-1) == targets).sum()  # IGNORE is no class
-            add_counts(CORRECT, [int(to_host(right))])
-        return cross_entropy(logits, targets)
-
-
-def accuracy(executor: Any, batches: Iterable[Any]) -> tuple[float, float]:
-    """Mean loss and share of right answers over the rows of all ranks' batches; the same on every rank.
-
-    Args:
-        executor: of a model that counts CORRECT.
-        batches: of this rank, as for `executor.evaluate`.
-    """
-    rows = 0
-
-    def counted() -> Iterable[Any]:
-        nonlocal rows
-        for batch in batches:
-            rows += batch.count
-            yield batch
-
-    with collect() as said:
-        loss = executor.evaluate(counted())
-    mesh = executor.mesh
-    right = float(said.counts.get(CORRECT, np.zeros(1))[0])
-    rows = rows if mesh.pp.rank == 0 else 0  # all stages were given the same ones
-    right, total = mesh.world.all_reduce(np.array([right, rows]))
-    return loss, float(right / total) if total else 0.0
 
 
 def _shapes(image: Shape, filters: Sequence[int], pools: Sequence[bool]) -> list[Shape]:

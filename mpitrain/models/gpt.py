@@ -1,19 +1,12 @@
-"""GPT-2's architecture: pre-LayerNorm blocks, learned positions, tied or untied head.
+"""GPT-2's architecture: layer norms, learned positions, MLPs with a GELU, biases everywhere.
 
     x = table[tokens] + positions
     x = x + drop(proj(attention(qkv(norm1(x)))))      for each block
     x = x + drop(down(gelu(up(norm2(x)))))
     loss = sum over targets of cross_entropy(head(norm(x)))
 
-It is built from parallel layers, which on axes of one rank are the serial ones: there is no second, serial model.
-Heads, hidden units and the vocabulary are cut over tp, the tokens of a sequence over cp; with sequence parallelism the
-stream between the layers over tp as well.  The blocks are dealt out to the stages of a pipeline: the token table is on
-the first, the head on the last, and between two stages passes the stream.
-
-Initial values: matrices are normal with standard deviation 1 / sqrt(fan-in), those that end a residual branch are
-divided by sqrt(2 L) more; an untied token table is normal with 0.5 and the learned positions start as sinusoids of the
-same root mean square, so that both are heard; a tied table is also the head and starts with 1 / sqrt(width), positions
-alike.
+Learned positions start as sinusoids of the same root mean square as the token table, so that both are heard.  Blocks
+may have a mixture of experts in the place of their MLPs.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3; Vaswani et al. 2017,
 arXiv:1706.03762, section 3.5 (sinusoids).
@@ -21,42 +14,87 @@ arXiv:1706.03762, section 3.5 (sinusoids).
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain import collectives
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, to_device, to_host, wide
+from mpitrain.backend import Array
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.mesh import Mesh
-from mpitrain.data.tokens import Batch
-from mpitrain.errors import ConfigError, ShapeError
-from mpitrain.models.transformer import PLAIN, Block, Cuts, GPTConfig, Pass, branches
+from mpitrain.models.decoder import Decoder
+from mpitrain.models.sizes import DecoderConfig
+from mpitrain.models.transformer import Cuts
 from mpitrain.nn import init as initial
-from mpitrain.nn.layers import Dropout, LayerNorm
-from mpitrain.nn.materialize import Home
-from mpitrain.nn.module import PRECISION, Boundary, Module
+from mpitrain.nn.layers import Gelu, LayerNorm
+from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Parameter
-from mpitrain.optim.scaler import BlockScaler
-from mpitrain.parallel import context
-from mpitrain.parallel.expert.counted import length
-from mpitrain.parallel.expert.experts import check
-from mpitrain.parallel.expert.moe import OF_EVALUATION, RoutedTokens
-from mpitrain.parallel.sequence import SEQUENCE, between
-from mpitrain.parallel.stages import Links, check_whole, pass_through, stages_here
-from mpitrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, cross_entropy
-from mpitrain.parallel.zero import gather_units
-from mpitrain.parallel.zero.gather import PREFETCH
-from mpitrain.pipeline.partition import Partition, balance
-from mpitrain.spec import INVARIANT, Shard, cut
+from mpitrain.parallel.expert import Moe
+from mpitrain.parallel.sequence import between
+from mpitrain.parallel.tensor import ColumnLinear, RowLinear
+from mpitrain.spec import Spec
 
-if TYPE_CHECKING:
-    from mpitrain.autograd.carry import Carry
 
-__all__ = ["GPT", "GPTConfig"]
+@dataclass(frozen=True)
+class GPTConfig(DecoderConfig):
+    """The numbers that make a GPT.
+
+    Attributes:
+        gelu: of the MLPs: `tanh`, GPT-2's approximation, or `erf`, exact.
+    """
+
+    gelu: str = "tanh"
+
+    family: ClassVar[str] = "gpt"
+
+    def norm(self, name: str, spec: Spec | None = None) -> LayerNorm:
+        return LayerNorm(name, self.width, eps=self.eps, spec=spec)
+
+    def mlp(self, name: str, block: int, cuts: Cuts) -> Module:
+        if self.routing is None or not self.has_experts(block):
+            return Mlp(name, self, cuts)
+        return Moe(
+            name,
+            self.routing,
+            self.width,
+            self.units,
+            cuts.mesh,
+            sequence_parallel=cuts.sequence_parallel,
+            gelu=self.gelu,
+            layers=self.layers,
+            overlap=cuts.expert_overlap,
+        )
+
+    def positions(self, name: str, tp: Communicator, scale: float, sequence_parallel: bool) -> Positions:
+        return Positions(name, self.seq_len, self.width, tp, scale, sequence_parallel)
+
+
+class GPT(Decoder):
+    """A GPT on a mesh; see `Decoder`."""
+
+
+class Mlp(Module):
+    """Two layers with a GELU between, the hidden units cut over the tp axis.
+
+    (b, s, width) -> (b, s, width), without the last bias, which the block adds.
+    """
+
+    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
+        super().__init__(name)
+        width, units, tp = config.width, config.units, cuts.mesh.tp
+        self.up = ColumnLinear(f"{name}.up", width, units, tp, sequence_parallel=cuts.sequence_parallel)
+        self.gelu = Gelu(config.gelu)
+        self.down = RowLinear(
+            f"{name}.down",
+            units,
+            width,
+            tp,
+            init=initial.residual(config.layers),
+            sequence_parallel=cuts.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gelu(self.up(x, add_bias=False), self.up.bias), add_bias=False)
 
 
 class Positions(Module):
@@ -91,309 +129,13 @@ class Positions(Module):
             x: (b, s, width) this rank's slice of the stream.
             length: of the sequence here.
             mine: this rank's slice of it.
-            positions: places of its tokens where it is a part of a longer one.
+            positions: places of its tokens, (s,) or (b, s), where they are not those from the first on.
         """
         rows: Tensor = self.weight
-        if length < self.weight.full_shape[0]:
-            rows = rows[:length] if positions is None else ops.take(rows, positions)
+        if positions is not None:
+            rows = ops.take(rows, positions)
+        elif length < self.weight.full_shape[0]:
+            rows = rows[:length]
         if self.sequence_parallel:
-            rows = collectives.pick(rows, self.tp, 0, mine.start, mine.stop)
+            rows = collectives.pick(rows, self.tp, rows.ndim - 2, mine.start, mine.stop)
         return x + rows
-
-
-class GPT(Module):
-    """A GPT on a mesh: this rank's slabs, with initial values.
-
-    Args:
-        config: the sizes.
-        mesh: the layout; the model is the same on every one.
-        sequence_parallel: cut the stream between tensor-parallel regions along the sequence, over tp.
-        cp_attention: how attention reaches other ranks' keys where mesh.cp is larger than 1: ring, ulysses, rsa.
-        expert_overlap: half of a rank's experts work while the rows of the other half travel, over ep.
-        partition: how many blocks each stage of a pipeline has; None: as many each, as far as that goes.  Stage q is
-            on rank q mod pp; there may be several a rank.
-        seed: of the initial values and of dropout.
-        dtype: of weights, activations and gradients; halves have float32 masters, statistics, logits and loss.
-        keep_scores: whether attention keeps its scores for backward instead of making them again.
-        scales: of the gradients of each branch (`BlockScaler`); the stream, norms, table and head are then float32.
-        zero: stage of ZeRO: what ranks deal out that would all hold the same (mpitrain.parallel.zero).
-        prefetch: stage 3: parts of the model whose weights are on their way while another one works.
-        home: stage 3: where the parameters live, if not here (mpitrain.memory.home).
-        xp: where they live: numpy, or cupy for this rank's device.
-
-    Attributes:
-        positions_here: the positions of a sequence that this rank holds, for `Tokens.batches`; None: all of them.
-        partition: the one in force.
-
-    Raises:
-        ShapeError: heads, the sequence or the stages do not divide; on every rank, before any message.
-        ConfigError: the scales are those of other branches.
-
-    `model(batch)`, where all stages are on this rank, is the sum over the batch's valid targets of the cross-entropy in
-    nats: the executor divides by their number over all ranks.  A batch from the host goes to where the weights are.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        mesh: Mesh,
-        *,
-        sequence_parallel: bool = False,
-        cp_attention: str = "ring",
-        expert_overlap: bool = False,
-        partition: Partition | None = None,
-        seed: int = 0,
-        dtype: Any = np.float32,
-        keep_scores: bool = False,
-        scales: BlockScaler | None = None,
-        zero: int = 0,
-        prefetch: int = PREFETCH,
-        home: Home | None = None,
-        xp: Any = np,
-    ) -> None:
-        super().__init__("gpt")
-        self.config = config
-        self.made_of = {**asdict(config), "seed": seed, "sequence_parallel": sequence_parallel}
-        self.tp = mesh.tp
-        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        self.asked_dtype = np.dtype(dtype)
-        dtype = np.dtype(dtype if PRECISION.get() is None else PRECISION.get())
-        if scales is not None and list(scales.branches) != branches(config.layers):
-            raise ConfigError(
-                f"the scales are of {len(scales.branches)} branches, the model has {2 * config.layers}: give"
-                " BlockScaler(mpitrain.models.transformer.branches(layers))."
-            )
-        self.branch_scales = scales
-        self.stream_dtype = dtype if scales is None else wide(dtype)
-        overlap = expert_overlap and mesh.ep.size > 1
-        cuts = Cuts(mesh, self.sequence_parallel, cp_attention, keep_scores, scales, dtype, overlap)
-        self.positions_here = self._positions_here(config, cuts)
-        routing = config.routing
-        if routing is not None:
-            check(
-                "experts", routing.experts, 4 * config.width, mesh.ep, mesh.tp
-            )  # also where this rank's stages have no experts
-            self.adds_losses = True
-            self.counted = {f"blocks.{n}.mlp": length(routing.experts) for n in routing.layers(config.layers)}
-        self._draws = config.dropout > 0 or (routing is not None and routing.draws)
-        self.partition = balance([1.0] * config.layers, mesh.pp.size) if partition is None else partition
-        self.num_stages = self.partition.stages
-        self.stages = stages_here(self.partition, config.layers, mesh.pp)
-        self._check_forward()
-        self.pp = mesh.pp
-        self.links = Links(mesh.pp, [stage % mesh.pp.size for stage in range(self.num_stages)])
-        width = config.width
-        scale = width**-0.5 if config.tied else 0.5
-        spec = between(self.sequence_parallel)
-        if self._has_first or (self._has_last and config.tied):
-            self.table = VocabularyEmbedding(
-                "table",
-                config.vocab,
-                width,
-                mesh.tp,
-                init=initial.normal(scale),
-                sequence_parallel=self.sequence_parallel,
-                tied=config.tied,
-            )
-        if self._has_first:
-            self.positions = Positions("positions", config.seq_len, width, mesh.tp, scale, self.sequence_parallel)
-            self.drop = Dropout("drop", config.dropout)
-        here = [number for stage in self.stages for number in self.partition.range(stage)]
-        self.blocks = [Block(number, config, cuts) for number in here]
-        self._block_at = dict(zip(here, self.blocks, strict=True))
-        if self._has_last:
-            self.norm = LayerNorm("norm", width, spec=spec)
-            self.head = VocabularyHead(
-                "head",
-                width,
-                config.vocab,
-                mesh.tp,
-                self.table.weight if config.tied else None,
-                sequence_parallel=self.sequence_parallel,
-            )
-        if scales is not None:
-            in_blocks = {p for block in self.blocks for p in block.parameters()}
-            for p in self.parameters():
-                p.in_full = p.in_full or p not in in_blocks
-        self.materialize(mesh, seed, dtype, xp, zero, home)
-        gather_units(self, mesh, prefetch)
-
-    @property
-    def _has_first(self) -> bool:
-        return 0 in self.stages
-
-    @property
-    def _has_last(self) -> bool:
-        return self.num_stages - 1 in self.stages
-
-    # -- forward ------------------------------------------------------------------------------------------------------
-
-    def forward(self, batch: Batch) -> Tensor:
-        check_whole(self)
-        inputs: tuple[Tensor, ...] = ()
-        for stage in range(self.num_stages):
-            inputs = self._forward_stage(stage, batch, inputs, None)
-        return inputs[0]
-
-    def forward_stage(
-        self, stage: int, batch: Batch, *inputs: Tensor, carry: Carry | None = None
-    ) -> tuple[Tensor, ...]:
-        if self.num_stages == 1 and carry is None:
-            return (self(batch),)
-        return self._forward_stage(stage, batch, inputs, carry)
-
-    def _forward_stage(
-        self, stage: int, batch: Batch, inputs: tuple[Tensor, ...], carry: Carry | None
-    ) -> tuple[Tensor, ...]:
-        self._check_part(batch)
-        routed = self._tokens(batch)
-        batch = batch.to(self.like)
-        draw = batch.draw(self.seed) if self._draws else None
-        this = Pass(draw, positions=batch.positions, documents=batch.documents, carry=carry, tokens=routed)
-        x = self._stage(stage, batch.inputs, this, *inputs)
-        if stage < self.num_stages - 1:
-            return (x,)
-        return (cross_entropy(self._scores(x), batch.targets, self.tp, vocab=self.config.vocab),)
-
-    def _tokens(self, batch: Batch) -> RoutedTokens:
-        """What experts need to know of a batch on the host."""
-        if self.config.routing is None:
-            return OF_EVALUATION
-        real = batch.real
-        here = None if real is None else to_device(real, self.like)
-        return RoutedTokens(batch.training, None, batch.positions, batch.row_lengths, here)
-
-    def parts(self, stage: int) -> list[Module]:
-        first = [self.table, self.positions] if stage == 0 else []
-        blocks = [self._block_at[number] for number in self.partition.range(stage)]
-        return [*first, *blocks, *([self.norm, self.head] if stage == self.num_stages - 1 else [])]
-
-    def boundary(self, stage: int, batch: Batch) -> tuple[Boundary, ...]:
-        return self._boundary(*batch.inputs.shape) if stage else ()
-
-    def _boundary(self, rows: int, length: int) -> tuple[Boundary, ...]:
-        """The stream, for so many rows of so many tokens here."""
-        cut_over = self.tp.size if self.sequence_parallel else 1
-        states = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(SEQUENCE) if self.sequence_parallel else INVARIANT}
-        return (Boundary((rows, length // cut_over, self.config.width), self.stream_dtype, states),)
-
-    def _stage(self, stage: int, tokens: Array, this: Pass, *inputs: Tensor) -> Tensor:
-        """The stream after a stage.
-
-        Args:
-            tokens: (b, s) ids, for the first stage.
-            inputs: the stream before it, for the others.
-        """
-        length = tokens.shape[1]
-        mine = self._stream_slice(length)
-        if this.draw is not None:
-            stream = this.draw.at(mine)
-            this = this._replace(stream=stream, tokens=this.tokens._replace(draw=stream))
-        if stage == 0:
-            x = self.drop(self.positions(self.table(tokens), length, mine, this.positions), this.stream)
-        else:
-            (x,) = inputs
-        for number in self.partition.range(stage):
-            x = self._block_at[number](x, this)
-        return x
-
-    def _scores(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
-
-    def logits(self, inputs: Array, this: Pass = PLAIN) -> Tensor:
-        """Scores of the next token.
-
-        Args:
-            inputs: (b, s) token ids of this rank; s is at most seq_len, and with sequence parallelism divisible by tp.
-            this: what else the pass needs; as it is, the whole sequence is here and nothing is dropped.
-
-        Returns:
-            (b, s, V/t) this rank's columns of the vocabulary: Shard(2) on tp.
-
-        Raises:
-            ShapeError: the sequence is too long.
-        """
-        self._check_length(inputs.shape[1])
-        tokens = to_device(inputs, like=self.like)
-        check_whole(self)
-        before: tuple[Tensor, ...] = ()
-        for stage in range(self.num_stages):
-            before = (self._stage(stage, tokens, this, *before),)
-        return self._scores(before[0])
-
-    def next_scores(self, inputs: Array) -> np.ndarray:
-        """Scores of the token after the last one, on every rank of pp and tp; collective over both, and over ep.
-
-        Args:
-            inputs: (b, s) token ids, the whole sequence, also under context parallelism.
-
-        Returns:
-            (b, vocab), on the host.
-        """
-        length, vocab, tp = inputs.shape[1], self.config.vocab, self.tp
-        self._check_length(length)
-        if self.sequence_parallel:  # later tokens change nothing before them
-            inputs = np.pad(inputs, ((0, 0), (0, -length % tp.size)))
-        tokens, boundary = to_device(inputs, like=self.like), self._boundary(*inputs.shape)
-        made: dict[int, Any] = {}
-        pass_through(
-            self.links,
-            self.stages,
-            self.num_stages - 1,
-            0,
-            lambda stage, *before: (self._stage(stage, tokens, PLAIN, *before),),
-            lambda stage: boundary,
-            made,
-            self.like,
-        )
-        scores = np.empty((len(inputs), vocab), wide(self.like.dtype))
-        if self._has_last:
-            mine = to_host(self._scores(made[self.num_stages - 1][0]).data[:, length - 1])
-            room = -(-vocab // tp.size) - mine.shape[1]  # the last ranks may hold fewer columns, or none
-            scores = np.ascontiguousarray(tp.all_gather(np.pad(mine, ((0, 0), (0, room))), 1)[:, :vocab])
-        self.links.finish()
-        return self.pp.broadcast(scores, (self.num_stages - 1) % self.pp.size)
-
-    # -- what is checked ----------------------------------------------------------------------------------------------
-
-    def _check_length(self, length: int) -> None:
-        if length > self.config.seq_len:
-            raise ShapeError(
-                f"a sequence of {length} tokens is longer than the model's {self.config.seq_len} positions"
-            )
-
-    def _check_forward(self) -> None:
-        """Refuse a subclass whose forward no stage of a pipeline would run."""
-        own = type(self)
-        if self.num_stages > 1 and own.forward is not GPT.forward and own.forward_stage is GPT.forward_stage:
-            raise ConfigError(
-                f"{own.__name__} has a forward of its own, which no stage of a pipeline would run.\n"
-                "Define forward_stage as well, which is given the stage's number and its inputs; or take one stage."
-            )
-
-    def _stream_slice(self, length: int) -> slice:
-        """Which of the tokens here this rank holds between tensor-parallel regions."""
-        return slice(*cut(length, self.tp.size, self.tp.rank)) if self.sequence_parallel else slice(0, length)
-
-    def _check_part(self, batch: Batch) -> None:
-        """Refuse a batch that is not the part of its sequences which this rank should hold."""
-        expected = self.positions_here
-        self._check_length(batch.inputs.shape[1])
-        if expected is not None and not np.array_equal(to_host(batch.positions), expected):
-            raise ShapeError(
-                f"a batch with {len(batch.positions)} positions of each sequence, which are not the {len(expected)} of"
-                f" {self.config.seq_len} that this rank of axis cp holds.\n"
-                "Cut it with batch.part(model.positions_here), or give that to Tokens.batches(..., positions=...)."
-            )
-
-    @staticmethod
-    def _positions_here(config: GPTConfig, cuts: Cuts) -> Array | None:
-        """Which positions this rank holds; refuses sequences that do not divide."""
-        cp, tp = cuts.mesh.cp, cuts.mesh.tp
-        context.check(config.seq_len, config.heads // tp.size, max(1, config.groups // tp.size), cp, cuts.cp_attention)
-        if cuts.sequence_parallel and config.seq_len // cp.size % tp.size:
-            raise ShapeError(
-                f"sequence parallelism: {config.seq_len // cp.size} tokens of a sequence are not divisible by axis tp"
-                f" of size {tp.size}."
-            )
-        return None if cp.size == 1 else context.positions(config.seq_len, cp, cuts.cp_attention)

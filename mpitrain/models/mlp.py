@@ -9,8 +9,9 @@ them passes x.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import to_device
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
+from mpitrain.models.classes import CORRECT, loss_of_classes
 from mpitrain.nn import init as initial
 from mpitrain.nn.layers import Gelu, Linear
-from mpitrain.nn.loss import cross_entropy
 from mpitrain.nn.materialize import Home
 from mpitrain.nn.module import Boundary, Module
 from mpitrain.parallel.stages import check_whole, stages_here
@@ -63,10 +64,15 @@ class MLP(Module):
     Raises:
         ShapeError: the partition has other blocks, or its stages do not divide over pp.
 
-    `model(batch)`, where all stages are on this rank: batch.inputs (b, in), batch.targets (b,) class numbers, IGNORE
-    for rows that do not count; returns the sum of the cross-entropy over the valid rows.  A batch from the host goes to
-    where the weights are.
+    `model(batch)`, where all stages are on this rank: batch.inputs (b, in), or images (b, ...) of as many numbers;
+    batch.targets (b,) class numbers, IGNORE for rows that do not count; returns the sum of the cross-entropy over the
+    valid rows.  A batch from the host goes to where the weights are.
+
+    Steps report how many rows were classified rightly (`executor.report.counted["correct"]`); of other rows `accuracy`
+    tells it (mpitrain.models.classes).
     """
+
+    counted: ClassVar = {CORRECT: 1}
 
     def __init__(
         self,
@@ -91,6 +97,7 @@ class MLP(Module):
         self._block_at = dict(zip(here, self.blocks, strict=True))
         if self.num_stages - 1 in self.stages:
             self.head = Linear("head", self.width, classes, init=initial.fan_in())
+        self._counts = mesh.coords["tp"] == 0
         self.materialize(mesh, seed, dtype, xp, zero, home)
         gather_units(self, mesh, prefetch)
 
@@ -137,7 +144,8 @@ class MLP(Module):
         """What comes into the first stage."""
         if isinstance(inputs, Tensor):
             return inputs
-        return Tensor(to_device(inputs, like=self.like).astype(self.like.dtype, copy=False))
+        rows = inputs.reshape(len(inputs), math.prod(inputs.shape[1:]))
+        return Tensor(to_device(rows, like=self.like).astype(self.like.dtype, copy=False))
 
-    def _loss(self, logits: Tensor, batch: Any) -> Tensor:
-        return cross_entropy(logits, to_device(batch.targets, like=self.like))
+    def _loss(self, scores: Tensor, batch: Any) -> Tensor:
+        return loss_of_classes(scores, batch.targets, self.like, self._counts)

@@ -21,7 +21,9 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World
 from mpitrain.data.tokens import Batch
 from mpitrain.events import alone
-from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.decoder import Decoder
+from mpitrain.models.families import build
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.pipeline.partition import Partition
 
 REPETITIONS = 5
@@ -37,7 +39,7 @@ class Measured(NamedTuple):
 
 
 def measured_costs(
-    config: GPTConfig, rows: int, dtype: Any = np.float32, seed: int = 0, xp: Any = np, ep: int = 1
+    config: DecoderConfig, rows: int, dtype: Any = np.float32, seed: int = 0, xp: Any = np, ep: int = 1
 ) -> Measured:
     """Time the parts of a model: the shortest of a few repetitions each, after one that does not count.
 
@@ -65,20 +67,20 @@ def measured_costs(
     keep_freed_memory()  # as in training: page faults would be most of what is measured
     # Nobody should take this for training.
     with alone(), collection_paused(), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        model = GPT(sizes, mesh, partition=one_each, seed=seed, dtype=dtype, xp=xp)
+        model = build(sizes, mesh, partition=one_each, seed=seed, dtype=dtype, xp=xp)
         embedding, *taken, head = (_shortest(model, stage, _batch(config, rows)) for stage in model.stages)
     of_kind = dict(zip(kinds, taken, strict=True))
     return Measured(embedding, tuple(of_kind[config.has_experts(block)] for block in range(config.layers)), head)
 
 
-def _batch(config: GPTConfig, rows: int) -> Batch:
+def _batch(config: DecoderConfig, rows: int) -> Batch:
     """Tokens from all over the vocabulary."""
     places, positions = np.arange(rows, dtype=np.int64), np.arange(config.seq_len, dtype=np.int64)
     inputs = (places[:, None] * config.seq_len + positions) * 7919 % config.vocab
     return Batch(inputs, np.roll(inputs, -1, axis=1), places, positions, step=0)
 
 
-def _shortest(model: GPT, stage: int, batch: Batch) -> float:
+def _shortest(model: Decoder, stage: int, batch: Batch) -> float:
     """Seconds of a stage, the least of some times."""
     batch = batch.to(model.like)
     inputs = [
@@ -93,7 +95,7 @@ def _shortest(model: GPT, stage: int, batch: Batch) -> float:
     return min(taken)
 
 
-def _once(model: GPT, stage: int, batch: Batch, inputs: list[Any]) -> None:
+def _once(model: Decoder, stage: int, batch: Batch, inputs: list[Any]) -> None:
     """Forward and backward of a stage; over when the device is done."""
     model.start_step()
     leaves = [Tensor(array, requires_grad=True) for array in inputs]

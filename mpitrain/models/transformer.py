@@ -1,7 +1,10 @@
 """The blocks of a transformer, built from parallel layers: attention and MLP, each behind a norm and beside a residual.
 
     x = x + drop(proj(attention(qkv(norm1(x)))))
-    x = x + drop(down(gelu(up(norm2(x)))))
+    x = x + drop(mlp(norm2(x)))
+
+Which norm and which MLP a family of models says (`sizes.DecoderConfig`); where its positions are rotary, queries and
+keys are turned before attention, in whatever way that reaches other ranks.
 
 The messages of a block stand in its layers: one into and one out of each branch over tp, and those of attention over
 cp.  Source: Radford et al. 2019, section 2.3 (pre-LayerNorm); Shoeybi et al. 2019, arXiv:1909.08053, section 3.
@@ -18,9 +21,10 @@ from mpitrain.autograd.ops.branch import Scales, enter_branch, leave_branch
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.comm.mesh import Mesh
-from mpitrain.errors import ConfigError, ShapeError
+from mpitrain.errors import ShapeError
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.nn import init as initial
-from mpitrain.nn.layers import Gelu, LayerNorm, Residual
+from mpitrain.nn.layers import Residual
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Parameter
 from mpitrain.parallel import context
@@ -31,105 +35,10 @@ from mpitrain.parallel.grouped import GroupedColumns
 from mpitrain.parallel.sequence import between
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
 from mpitrain.rng import Draw
-from mpitrain.routing import Routing
 
 if TYPE_CHECKING:
     from mpitrain.autograd.carry import Carry
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The numbers that make a GPT; `routing` those of its mixture of experts, None where every block has an MLP.
-
-    width must be divisible by heads, heads by kv_heads (heads of keys and values, shared by groups of queries; None: as
-    many as heads); seq_len is the longest sequence that the positions know.
-    """
-
-    vocab: int = 256
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
-    seq_len: int = 64
-    dropout: float = 0.0
-    tied: bool = False
-    gelu: str = "tanh"
-    kv_heads: int | None = None
-    routing: Routing | None = None
-
-    def __post_init__(self) -> None:
-        if self.routing is not None and not isinstance(self.routing, Routing):
-            raise ConfigError(f"GPTConfig: routing {self.routing!r} must be a Routing, as Routing(8).")
-        if self.routing is not None and self.routing.every > self.layers:
-            raise ConfigError(
-                f"GPTConfig: no block of {self.layers} would have experts, with every={self.routing.every}."
-            )
-
-    @property
-    def groups(self) -> int:
-        """Heads of keys and values."""
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def _qkv_width(self) -> int:
-        return self.width + 2 * self.groups * (self.width // self.heads)
-
-    def has_experts(self, block: int) -> bool:
-        """Whether a block, by its global number, has experts in the place of its MLP."""
-        return self.routing is not None and self.routing.has_experts(block)
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, counted once."""
-        embedding, blocks, head = self.parameters_of_parts
-        return embedding + sum(blocks) + head - (self.vocab * self.width if self.tied else 0)
-
-    @property
-    def num_expert_parameters(self) -> int:
-        """Those of them that are weights of experts."""
-        routing = self.routing
-        return 0 if routing is None else len(routing.layers(self.layers)) * routing.experts * 8 * self.width**2
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those of them that one token meets: of the experts of a layer its own k."""
-        if self.routing is None:
-            return self.num_parameters
-        idle = self.routing.experts - self.routing.top_k
-        return self.num_parameters - self.num_expert_parameters * idle // self.routing.experts
-
-    @property
-    def parameters_of_parts(self) -> tuple[int, tuple[int, ...], int]:
-        """Parameters of (embedding with positions, each block, last norm with head)."""
-        h, table = self.width, self.vocab * self.width
-        attention = (h + 1) * self._qkv_width + h * h + 5 * h  # with the two norms
-        dense, routed = 8 * h * h + 5 * h, 0
-        if self.routing is not None:
-            routed = self.routing.experts * (8 * h * h + h)  # experts without biases, and a column of the router each
-        blocks = tuple(attention + (routed if self.has_experts(block) else dense) for block in range(self.layers))
-        return table + self.seq_len * h, blocks, table + 2 * h
-
-    def flops_of_a_token(self, block: int) -> tuple[int, int]:
-        """Flops of a block, forward and backward: (a token's own, a token's for each key that it sees).
-
-        Where it has experts these are those of the router and of the k that a token has.
-        """
-        h, of_mlp = self.width, 8 * self.width
-        if self.routing is not None and self.has_experts(block):
-            of_mlp = self.routing.top_k * 8 * h + self.routing.experts
-        return 6 * h * (self._qkv_width + h + of_mlp), 12 * h
-
-    @property
-    def flops_of_parts(self) -> tuple[int, tuple[int, ...], int]:
-        """Flops of a token, forward and backward: (embedding, each block, head)."""
-        costs = map(self.flops_of_a_token, range(self.layers))
-        blocks = tuple(own + for_each_key * self.seq_len // 2 for own, for_each_key in costs)
-        return 0, blocks, 6 * self.vocab * self.width
-
-    @property
-    def flops_per_token(self) -> int:
-        """Flops of the matrix products, forward and backward: 6 a weight that a token meets, 12 s h for attention."""
-        costs = map(self.flops_of_a_token, range(self.layers))
-        return sum(own + for_each_key * self.seq_len for own, for_each_key in costs) + 6 * self.vocab * self.width
+    from mpitrain.models.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -165,7 +74,10 @@ class Pass(NamedTuple):
             sequences are here, whatever the mesh.
         documents: (b, whole sequence) as in `Batch`.
         carry: what earlier slices of these sequences left; None: there are none.
+        places: int64 (b, s) those of the tokens in their documents, for learned positions; None: their positions.
+        turns: cosines and sines (s, head_width / 2) by which queries and keys are turned; None: they are not.
         tokens: what experts need to know of them.
+        cache: keys and values of earlier tokens, where texts are written; None: no text is.
     """
 
     draw: Draw | None = None
@@ -173,7 +85,10 @@ class Pass(NamedTuple):
     positions: Array | None = None
     documents: Array | None = None
     carry: Carry | None = None
+    places: Array | None = None
+    turns: tuple[Array, Array] | None = None
     tokens: RoutedTokens = OF_EVALUATION
+    cache: Cache | None = None
 
 
 PLAIN = Pass()
@@ -188,9 +103,9 @@ class Attention(Module):
     (head, q|k|v, dim), so that a cut into equal column blocks gives each rank whole heads.
     """
 
-    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
+    def __init__(self, name: str, config: DecoderConfig, cuts: Cuts) -> None:
         super().__init__(name)
-        tp, width = cuts.mesh.tp, config.width
+        tp, width, cut = cuts.mesh.tp, config.width, cuts.sequence_parallel
         if config.heads < 1 or width % config.heads:
             raise ShapeError(f"{name}: width {width} is not divisible by {config.heads} heads.")
         if config.heads % tp.size:
@@ -202,30 +117,37 @@ class Attention(Module):
         self.kv_heads = max(1, config.groups // tp.size)
         self.first_head = tp.rank * self.heads
         self.dropout = config.dropout
+        self.window = config.window
         self.qkv: ColumnLinear | GroupedColumns
         if config.groups == config.heads:
-            self.qkv = ColumnLinear(f"{name}.qkv", width, 3 * width, tp, sequence_parallel=cuts.sequence_parallel)
+            self.qkv = ColumnLinear(f"{name}.qkv", width, 3 * width, tp, bias=config.has_biases, sequence_parallel=cut)
         else:
-            self.qkv = GroupedColumns(
-                name, width, config.heads, config.groups, tp, sequence_parallel=cuts.sequence_parallel
-            )
+            of_heads = name, width, config.heads, config.groups, tp
+            self.qkv = GroupedColumns(*of_heads, bias=config.has_biases, sequence_parallel=cut)
         self.proj = RowLinear(
             f"{name}.proj",
             width,
             width,
             tp,
+            bias=config.has_biases,
             init=initial.residual(config.layers),
-            sequence_parallel=cuts.sequence_parallel,
+            sequence_parallel=cut,
         )
 
     def forward(self, x: Tensor, this: Pass) -> Tensor:
-        qkv = self.qkv(x)
+        if isinstance(self.qkv, GroupedColumns):
+            qkv = self.qkv(x, this.turns)
+        else:
+            qkv = self.qkv(x)
+            qkv = qkv if this.turns is None else ops.rotary(qkv, self.heads, self.kv_heads, *this.turns)
         rows = self._rows(this.draw)
         drop = 0.0 if rows is None else self.dropout
-        if this.carry is not None:
+        if this.cache is not None:
+            y = this.cache.attention(self.name, qkv, self.heads, self.kv_heads)
+        elif this.carry is not None:
             y = self._of_slice(qkv, this.carry, this.documents, rows, drop)
         elif this.positions is None:  # whole sequences are here
-            y = ops.attention(qkv, self.heads, self.kv_heads, keep_scores=self.keep_scores)
+            y = ops.attention(qkv, self.heads, self.kv_heads, keep_scores=self.keep_scores, window=self.window)
         else:
             y = context.attention(
                 qkv,
@@ -237,6 +159,7 @@ class Attention(Module):
                 rows=rows,
                 drop=drop,
                 keep_scores=self.keep_scores,
+                window=self.window,
             )
         return self.proj(y, add_bias=False)
 
@@ -249,7 +172,8 @@ class Attention(Module):
             start = sum(each.shape[1] for each in past)
             stop = start + qkv.shape[1]
             mask = same_document(documents[:, start:stop], documents[:, :stop])
-        return ops.slice_attention(qkv, past, self.heads, self.kv_heads, mask=mask, rows=rows, drop=drop)
+        how: dict[str, Any] = {"mask": mask, "rows": rows, "drop": drop, "window": self.window}
+        return ops.slice_attention(qkv, past, self.heads, self.kv_heads, **how)
 
     def _rows(self, draw: Draw | None) -> Array | None:
         """The random streams of the attention weights' dropout, by global head."""
@@ -259,30 +183,6 @@ class Attention(Module):
         return context.attention_rows(draw, f"{self.name}.weights", heads, self.cp, self.kind)
 
 
-class Mlp(Module):
-    """Two layers with a GELU between, the hidden units cut over the tp axis.
-
-    (b, s, width) -> (b, s, width), without the last bias, which the block adds.
-    """
-
-    def __init__(self, name: str, config: GPTConfig, cuts: Cuts) -> None:
-        super().__init__(name)
-        width, tp = config.width, cuts.mesh.tp
-        self.up = ColumnLinear(f"{name}.up", width, 4 * width, tp, sequence_parallel=cuts.sequence_parallel)
-        self.gelu = Gelu(config.gelu)
-        self.down = RowLinear(
-            f"{name}.down",
-            4 * width,
-            width,
-            tp,
-            init=initial.residual(config.layers),
-            sequence_parallel=cuts.sequence_parallel,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gelu(self.up(x, add_bias=False), self.up.bias), add_bias=False)
-
-
 class Block(Module):
     """One layer of the model: attention, then MLP or experts, each behind a norm and beside a residual.
 
@@ -290,32 +190,17 @@ class Block(Module):
     precision (`mpitrain.autograd.ops.branch`).
     """
 
-    def __init__(self, number: int, config: GPTConfig, cuts: Cuts) -> None:
+    def __init__(self, number: int, config: DecoderConfig, cuts: Cuts) -> None:
         name = f"blocks.{number}"
         super().__init__(name)
         spec = between(cuts.sequence_parallel)
         self.scales, self.dtype = cuts.scales, cuts.dtype
         self.number = number
-        self.norm1 = LayerNorm(f"{name}.norm1", config.width, spec=spec)
+        self.norm1 = config.norm(f"{name}.norm1", spec)
         self.attention = Attention(f"{name}.attention", config, cuts)
         self.drop1 = Residual(f"{name}.drop1", config.dropout)
-        self.norm2 = LayerNorm(f"{name}.norm2", config.width, spec=spec)
-        routing = config.routing
-        self.mlp: Mlp | Moe
-        if routing is not None and routing.has_experts(number):
-            self.mlp = Moe(
-                f"{name}.mlp",
-                routing,
-                config.width,
-                4 * config.width,
-                cuts.mesh,
-                sequence_parallel=cuts.sequence_parallel,
-                gelu=config.gelu,
-                layers=config.layers,
-                overlap=cuts.expert_overlap,
-            )
-        else:
-            self.mlp = Mlp(f"{name}.mlp", config, cuts)
+        self.norm2 = config.norm(f"{name}.norm2", spec)
+        self.mlp: Any = config.mlp(f"{name}.mlp", number, cuts)
         self.drop2 = Residual(f"{name}.drop2", config.dropout)
 
         if self.scales is not None:

@@ -6,6 +6,7 @@ import math
 
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
+from mpitrain.errors import ConfigError
 from mpitrain.nn import init as initial
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Initializer, Parameter
@@ -29,10 +30,16 @@ class Conv2d(Module):
         out_channels: number of filters.
         kernel: pixels that a filter sees.
         stride: from one of its places to the next.
-        padding: zeros around the images; (kernel - 1) / 2 keeps their size, with stride 1.
+        padding: zeros around the images; dilation (kernel - 1) / 2 keeps their size, with stride 1.
+        dilation: from a pixel that a filter sees to the next.
+        groups: into which channels and filters are divided alike; a filter sees the channels of its group.  As many as
+            channels: each channel has filters of its own (depthwise).
         bias: whether there is one, which starts at 0.
-        init: initial values of the filters (out_channels, kh, kw, in_channels); variance 1 / (kh kw in_channels) where
-            left out.
+        init: initial values of the filters (out_channels, kh, kw, in_channels / groups); variance 1 / (kh kw
+            in_channels / groups) where left out.
+
+    Raises:
+        ConfigError: the groups divide the channels or the filters not.
     """
 
     def __init__(
@@ -43,20 +50,26 @@ class Conv2d(Module):
         kernel: Size = 3,
         stride: Size = 1,
         padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
         bias: bool = True,
         init: Initializer | None = None,
     ) -> None:
         super().__init__(name)
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ConfigError(f"{name}: {in_channels} channels and {out_channels} filters do not divide into {groups}")
         self.stride = stride
         self.padding = padding
+        self.dilation = dilation
+        self.groups = groups
         window = (kernel, kernel) if isinstance(kernel, int) else kernel
-        shape = (out_channels, *window, in_channels)
+        shape = (out_channels, *window, in_channels // groups)
         self.weight = Parameter(f"{name}.weight", shape, init=init or initial.fan_in((1, 2, 3)), decay=True)
         self.bias = Parameter(f"{name}.bias", (out_channels,), init=initial.zeros) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, in_channels) -> (b, oh, ow, out_channels)."""
-        return ops.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+        return ops.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class MaxPool2d(Module):
@@ -65,17 +78,49 @@ class MaxPool2d(Module):
     Args:
         window: its pixels.
         stride: from a window to the next; as large as the window where left out.
+        padding: pixels around the images that count in no maximum.
         name: path in the model.
     """
 
-    def __init__(self, window: Size = 2, stride: Size | None = None, name: str = "") -> None:
+    def __init__(self, window: Size = 2, stride: Size | None = None, padding: Size = 0, name: str = "") -> None:
         super().__init__(name)
         self.window = window
         self.stride = stride
+        self.padding = padding
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, oh, ow, c)."""
-        return ops.max_pool2d(x, self.window, self.stride)
+        return ops.max_pool2d(x, self.window, self.stride, self.padding)
+
+
+class AvgPool2d(Module):
+    """The mean of each window, channel by channel.
+
+    Args:
+        window: its pixels.
+        stride: from a window to the next; as large as the window where left out.
+        padding: zeros around the images.
+        count_padding: whether these zeros count in the mean.
+        name: path in the model.
+    """
+
+    def __init__(
+        self,
+        window: Size = 2,
+        stride: Size | None = None,
+        padding: Size = 0,
+        count_padding: bool = True,
+        name: str = "",
+    ) -> None:
+        super().__init__(name)
+        self.window = window
+        self.stride = stride
+        self.padding = padding
+        self.count_padding = count_padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, h, w, c) -> (b, oh, ow, c)."""
+        return ops.avg_pool2d(x, self.window, self.stride, self.padding, self.count_padding)
 
 
 class Flatten(Module):

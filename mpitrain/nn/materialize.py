@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.backend import wide
-from mpitrain.nn.parameter import Flat, Parameter
+from mpitrain.nn.parameter import Flat, FrozenFlat, Parameter
 from mpitrain.nn.share import CutFlat
 from mpitrain.spec import slab
 
@@ -27,6 +27,7 @@ class Home(Protocol):
         ranks: int,
         rank: int,
         number: int,
+        frozen: bool,
     ) -> Flat:
         """Parameters that are summed over the same axes, without memory yet."""
 
@@ -43,6 +44,8 @@ def materialize(
     xp: Any = np,
     zero: int = 0,
     home: Home | None = None,
+    *,
+    start: bool = True,
 ) -> list[Flat]:
     """Give each parameter this rank's slab, with its initial values.
 
@@ -57,32 +60,38 @@ def materialize(
         xp: where they live.
         zero: what ranks deal out that would all hold the same: 0 nothing, or stage 1, 2, 3 (`mpitrain.nn.share`).
         home: makes flats that live elsewhere (stage 3); None: they live here.
+        start: whether to write the initial values.
 
     Returns:
-        One `Flat` for each set of axes over which gradients are summed and each dtype, in order of first appearance.
+        One `Flat` for each set of axes over which gradients are summed and each dtype, in order of first appearance;
+        what is frozen lies in flats of its own, of which stages 1 and 2 deal out nothing.
 
     Raises:
         ShapeError: a parameter has no dims, so that it cannot be dealt out.
     """
-    groups: dict[tuple[tuple[str, ...], Any], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], Any, bool], list[int]] = {}
     for place, p in enumerate(parameters):
         p.rectangle = slab(p.full_shape, p.spec, coords, sizes)
         stored = wide(dtype) if p.in_full else np.dtype(dtype)
-        groups.setdefault((p.spec.replicate_axes(), stored), []).append(place)
+        groups.setdefault((p.spec.replicate_axes(), stored, p.frozen), []).append(place)
     flats: list[Flat] = []
-    for (axes, stored), places in groups.items():
+    where: dict[str, Any]
+    for (axes, stored, frozen), places in groups.items():
         members = [parameters[place] for place in places]
         ranks, rank = _place(axes, coords, sizes)
         if home is not None:
-            flats.append(home.flat(members, places, axes, stored, xp, ranks=ranks, rank=rank, number=len(flats)))
-        elif zero and ranks > 1:
-            flats.append(CutFlat(members, places, axes, stored, xp, stage=zero, ranks=ranks, rank=rank))
+            where = {"ranks": ranks, "rank": rank, "number": len(flats), "frozen": frozen}
+            flats.append(home.flat(members, places, axes, stored, xp, **where))
+        elif ranks > 1 and (zero == 3 or (zero and not frozen)):
+            where = {"stage": zero, "ranks": ranks, "rank": rank, "frozen": frozen}
+            flats.append(CutFlat(members, places, axes, stored, xp, **where))
         else:
-            flats.append(Flat(members, places, axes, stored, xp))
+            flats.append((FrozenFlat if frozen else Flat)(members, places, axes, stored, xp))
     if home is not None:
         home.take_in(flats)
     for flat in flats:
-        flat.start(seed)
+        if start:
+            flat.start(seed)
         for p in (*flat.parameters, *flat.shares):
             p.touched = False
             p.version = 0

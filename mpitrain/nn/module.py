@@ -21,10 +21,13 @@ from mpitrain.autograd.recompute import recompute
 from mpitrain.autograd.tape import PATH
 from mpitrain.backend import Array
 from mpitrain.errors import ConfigError
+from mpitrain.nn.buffer import Buffer
+from mpitrain.nn.freezing import Exchange, freeze
 from mpitrain.nn.materialize import Home, materialize
 from mpitrain.nn.parameter import Flat, Parameter
 from mpitrain.nn.share import STAGES
 from mpitrain.nn.stage_output import check_outputs
+from mpitrain.nn.tree import tree
 from mpitrain.nn.unit import Resident, Unit
 from mpitrain.spec import State
 
@@ -61,7 +64,11 @@ class Module:
     are (`num_stages`), and defines `forward_stage` and `boundary`.  One that does not is a single stage.
 
     Attributes:
-        flats: the buffers of this rank's parameters, after `materialize`.
+        flats: the buffers of this rank's parameters that are trained, after `materialize`.
+        frozen_flats: of those that are not.
+        trains_from: the first stage of the whole model that backward goes to; below it all is frozen.
+        in_use: whether an executor trains it, so that nothing can be frozen any more.
+        layout: with what it was materialized.
         like: an empty array of the model's dtype where it lives, after `materialize`.
         asked_dtype: of the weights, as the script asks for it; a proof runs in another one all the same.
         seed: of the initial values and of dropout.
@@ -73,6 +80,8 @@ class Module:
             (`mpitrain.autograd.auxiliary`), so that the rows over which their means go are counted.
         counted: names and lengths of the vectors that forward passes of the whole model count there, the same on all
             ranks.
+        mixes_rows: whether what it makes of a row depends on the other rows of its batch, so that micro-batches are
+            another training run.
         recompute: whether calls keep their inputs only, and are made again in backward (`mark_recompute`).
         zero: what ranks deal out that would all hold the same: nothing, or ZeRO's stage 1, 2, 3 (`mpitrain.nn.share`).
         unit: brings its weights where they are here only while it works; None: they always are.
@@ -80,12 +89,17 @@ class Module:
         elsewhere: what of it, of its optimizer and of its tapes lives elsewhere, as whoever has built it knows.
     """
 
-    flats: list[Flat]
+    flats: Sequence[Flat] = ()
+    frozen_flats: Sequence[Flat] = ()
+    trains_from: int = 0
+    in_use: bool = False
+    layout: tuple[Any, ...] | None = None
     like: Array
     asked_dtype: Any = None
     seed: int = 0
     num_stages: int = 1
     stages: tuple[int, ...] = (0,)
+    mixes_rows: bool = False
     recompute: bool = False
     branch_scales: Any = None
     made_of: Mapping[str, Any] = MappingProxyType({})
@@ -156,6 +170,16 @@ class Module:
         """What comes into a stage for this micro-batch; nothing into stage 0."""
         return ()
 
+    holds_a_list = False
+    """Whether its parts are those of a list, known by their numbers (mpitrain.nn.containers)."""
+
+    def about(self) -> str:
+        """A few words about it besides its parameters, for whoever prints it; '' where there is nothing to say."""
+        return ""
+
+    def __repr__(self) -> str:
+        return tree(self)
+
     def children(self) -> Iterator[Module]:
         """Direct sub-modules, in the order in which they were set."""
         for value in vars(self).values():
@@ -177,10 +201,46 @@ class Module:
             found.update((value, None) for value in vars(module).values() if isinstance(value, Parameter))
         return list(found)
 
+    def buffers(self) -> list[Buffer]:
+        """What its parts keep from step to step besides parameters, in the model's order."""
+        found: dict[Buffer, None] = {}
+        for module in self.modules():
+            found.update((value, None) for value in vars(module).values() if isinstance(value, Buffer))
+        return list(found)
+
+    @property
+    def constants(self) -> tuple[Array, ...]:
+        """Arrays that the model makes once of its sizes, and neither learns nor saves."""
+        return ()
+
     def shares(self) -> list[Parameter]:
         """What this rank updates, in the model's order: its parameters, or with `zero` its rows of them."""
-        places = [(place, share) for flat in self.flats for place, share in zip(flat.places, flat.shares, strict=True)]
-        return [share for _, share in sorted(places, key=lambda each: each[0])]
+        return _shares_of(self.flats)
+
+    def kept(self) -> list[Parameter]:
+        """What this rank keeps of all parameters, in the model's order: its shares, and what it has of frozen ones."""
+        return _shares_of([*self.flats, *self.frozen_flats])
+
+    def freeze(self, *patterns: str, exchange: Exchange | None = None) -> list[str]:
+        """Freeze parameters: from now on nobody trains them (mpitrain.nn.freezing).
+
+        Before `materialize`; without ZeRO also after it, until an optimizer and an executor are made.
+
+        Args:
+            patterns: names of parameters or of parts of the model, as of a shell: `blocks.0`, `*.bias`; `!` before one
+                has what it means trained all the same.  The last that means a parameter decides, and what none means
+                stays as it is.
+            exchange: of the axis over whose ranks the model's parts are divided (`mesh.pp.exchange`), where one rank
+                need not hold what a pattern means; None: all of it is here.
+
+        Returns:
+            The names of this rank's frozen parameters, in the model's order.
+
+        Raises:
+            ConfigError: a pattern means no parameter, or nothing would be left to train, or it is too late; on every
+                rank, and nothing is frozen.
+        """
+        return freeze(self, patterns, exchange)
 
     @property
     def num_parameters(self) -> int:
@@ -195,6 +255,8 @@ class Module:
         xp: Any = np,
         zero: int = 0,
         home: Home | None = None,
+        *,
+        start: bool = True,
     ) -> None:
         """Make this rank's slabs of all parameters, with their initial values; called once, by the outermost module.
 
@@ -205,6 +267,7 @@ class Module:
             xp: where they live.
             zero: stage of ZeRO.
             home: where the parameters live, if not here; with stage 3.
+            start: whether to write the initial values; else whoever asks writes others.
 
         Raises:
             ConfigError: two parameters have the same name, or there is no such stage.
@@ -215,7 +278,8 @@ class Module:
             raise ConfigError(f"zero {zero}: parameters that live elsewhere come when they are used, as in stage 3.")
         parameters = self.parameters()
         names: set[str] = set()
-        for p in parameters:
+        buffers = self.buffers()
+        for p in (*parameters, *buffers):
             if p.name in names:
                 raise ConfigError(f"two parameters are called {p.name!r}; every parameter needs a name of its own")
             names.add(p.name)
@@ -225,13 +289,26 @@ class Module:
         self.seed = seed
         self.like = xp.empty(0, np.dtype(dtype))
         self.zero = zero
-        self.flats = materialize(parameters, mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp, zero, home)
+        for buffer in buffers:
+            buffer.materialize(mesh.coords, mesh.sizes, dtype, xp)
+        self.layout = (mesh.coords, mesh.sizes, seed, np.dtype(dtype), xp, zero, home)
+        self.place(materialize(parameters, *self.layout, start=start))
+
+    def place(self, flats: Sequence[Flat]) -> None:
+        """Take the buffers of the parameters."""
+        self.flats = [flat for flat in flats if not flat.frozen]
+        self.frozen_flats = [flat for flat in flats if flat.frozen]
 
     def start_step(self) -> None:
         """Forget the gradients of the last step: the next one that arrives is written, not added."""
         for flat in self.flats:
             for p in (*flat.parameters, *flat.shares):
                 p.touched = False
+
+
+def _shares_of(flats: Sequence[Flat]) -> list[Parameter]:
+    places = [(place, share) for flat in flats for place, share in zip(flat.places, flat.shares, strict=True)]
+    return [share for _, share in sorted(places, key=lambda each: each[0])]
 
 
 def mark_recompute(
@@ -255,7 +332,12 @@ def mark_recompute(
         ConfigError: a pattern means no part, on any rank; raised on all, and nothing is marked.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    parts = [module for child in model.children() for module in child.modules() if module.name]
+    named: dict[str, Module] = {}
+    for child in model.children():
+        for module in child.modules():
+            if module.name:  # of one that lies in another of its name, as projections do, the outer one is meant
+                named.setdefault(module.name, module)
+    parts = list(named.values())
     meant = [[module for module in parts if _matches(module.name, pattern)] for pattern in patterns]
     here = [bool(modules) for modules in meant]
     everywhere = [here] if exchange is None else exchange(here)

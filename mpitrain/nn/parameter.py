@@ -7,7 +7,7 @@ bucket is a slice, and the optimizer passes over long arrays.
 
 A half-precision weight exists twice: as the halves with which the model computes, and as the float32 *master* that the
 optimizer updates and a checkpoint keeps, since an update below 2^-11 of a half would be lost.  Its gradient is float32,
-in which micro-batches add up.
+in which micro-batches add up.  A weight that is frozen has neither gradient nor master.
 
 Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.1 (master weights).
 """
@@ -22,8 +22,8 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module, is_half, wide
-from mpitrain.errors import ShapeError
+from mpitrain.backend import Array, array_module, is_half, to_device, to_host, wide
+from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.spec import Spec, State, slab_shape
 
 Initializer = Callable[[str, tuple[int, ...], tuple[slice, ...], int], Any]
@@ -52,6 +52,9 @@ class Parameter(Tensor):
 
     Attributes:
         in_full: keep it in at least float32 where the model is of half precision; set before `materialize`.
+        frozen: nobody trains it (mpitrain.nn.freezing): there is no gradient of it, no master, no optimizer state.  Set
+            before `materialize`, or by `Module.freeze`.
+        is_laid: whether it has its memory.
         outside: it is used outside of the residual branch that it has its name from, as the last bias of a branch is,
             which is added with the residual: its gradient carries no scale of the branch.
 
@@ -62,7 +65,8 @@ class Parameter(Tensor):
     changed under it; whoever exchanges the array exchanges the count with it.
 
     Where ranks deal out what they would all hold (`mpitrain.nn.share`), `.grad` is None until a gradient is written,
-    and `.visits` says that the array comes and goes: between uses `.data` has its shape and holds NaN.
+    and `.visits` says that the array comes and goes: between uses `.data` has its shape and holds NaN.  `.grad` of what
+    is frozen is None ever.
     """
 
     __slots__ = (
@@ -72,6 +76,7 @@ class Parameter(Tensor):
         "grad",
         "in_full",
         "init",
+        "is_laid",
         "name",
         "outside",
         "rectangle",
@@ -104,6 +109,7 @@ class Parameter(Tensor):
         self.weight_side = True
         self.in_full = False
         self.outside = False
+        self.is_laid = False
         self.visits = False
         self.grad: Array = self.data
         self._master: Array | None = None
@@ -112,11 +118,31 @@ class Parameter(Tensor):
 
     @property
     def master(self) -> Array:
-        """The weights that the optimizer updates: `.data`, or in float32 what `.data` is the rounding of."""
-        return self.data if self._master is None else self._master
+        """The weights that the optimizer updates: `.data`, or in float32 what `.data` is the rounding of.
+
+        Of a frozen half, which has none, the half itself in float32: it is read and written as an array is.
+        """
+        if self._master is not None:
+            return self._master
+        return Widened(self.data) if self.frozen and is_half(self.data.dtype) else self.data
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nobody trains it."""
+        return not self.requires_grad
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        if self.is_laid and frozen != self.frozen:
+            raise ConfigError(
+                f"{self.name} has its place among what is {'not ' * self.frozen}trained, which frozen = {frozen} does"
+                f" not change.\nSay model.freeze({self.name!r}), which moves it, before the optimizer is made."
+            )
+        self.requires_grad = not frozen
 
     def bind(self, data: Array, master: Array | None, grad: Array | None) -> None:
         """Take views of flat buffers; a master is given where data are halves."""
+        self.is_laid = True
         self.data, self._master, self.grad = data, master, grad
 
     def refresh(self) -> None:
@@ -152,7 +178,62 @@ class Parameter(Tensor):
             self.touched = True
 
     def __repr__(self) -> str:
-        return f"Parameter({self.name} {self.data.shape} of {self.full_shape}, {self.spec})"
+        here = "" if self.data.shape == self.full_shape or not self.is_laid else f"{self.data.shape} of "
+        return f"Parameter({self.name} {here}{self.full_shape}, {self.spec}{', frozen' if self.frozen else ''})"
+
+
+class Widened:
+    """An array of halves as one of float32: what is read of it is made so, what is written into it is rounded.
+
+    A checkpoint keeps weights in the precision in which they would be updated, whoever trains them.
+    """
+
+    __slots__ = ("half",)
+
+    base = None
+
+    def __init__(self, half: Any) -> None:
+        self.half = half
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.half.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return wide(self.half.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(self.half.size)
+
+    def here(self) -> Array:
+        """A copy."""
+        return kernels.widen(_here(self.half))
+
+    def copy(self) -> Array:
+        """As `here`."""
+        return self.here()
+
+    def get(self) -> Any:
+        """A copy on the host."""
+        return to_host(self.here())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.get() if dtype is None else self.get().astype(dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> Array:
+        return kernels.widen(_here(self.half)[index])
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        here = _here(self.half)
+        if hasattr(values, "dtype") and values.dtype != here.dtype:
+            values = kernels.narrow(to_device(values.astype(self.dtype, copy=False), here), here.dtype)
+        self.half[index] = values
 
 
 def _here(array: Any) -> Array:
@@ -183,24 +264,30 @@ class Flat:
         dtype: Any,
         xp: Any,
     ) -> None:
-        self.parameters = tuple(parameters)
-        self.shares = self.parameters
+        self._lay_out(parameters, places, axes)
+        self.weights = xp.empty(self.offsets[-1], dtype)
+        self._masters = xp.empty(self.offsets[-1], wide(dtype)) if is_half(dtype) else None
+        self.grads = xp.zeros(self.offsets[-1], wide(dtype))
+        masters = [None] * len(self.parameters) if self._masters is None else self.views(self._masters)
+        parts = zip(self.views(self.weights), masters, self.views(self.grads), strict=True)
+        for p, (data, master, grad) in zip(self.parameters, parts, strict=True):
+            p.bind(data, master, grad)
+
+    def _lay_out(self, parameters: Sequence[Parameter], places: Sequence[int], axes: tuple[str, ...]) -> None:
+        """Where each parameter lies; takes no memory."""
+        self.parameters = self.shares = tuple(parameters)
         self.places = tuple(places)
         self.axes = axes
         sizes = [int(np.prod(slab_shape(p.rectangle), dtype=np.int64)) for p in self.parameters]
         self.offsets = [int(offset) for offset in np.cumsum([0, *sizes])]
-        self.weights = xp.empty(self.offsets[-1], dtype)
-        self._masters = xp.empty(self.offsets[-1], wide(dtype)) if is_half(dtype) else None
-        self.grads = xp.zeros(self.offsets[-1], wide(dtype))
-        masters = [None] * len(sizes) if self._masters is None else self.views(self._masters)
-        parts = zip(self.views(self.weights), masters, self.views(self.grads), strict=True)
-        for p, (data, master, grad) in zip(self.parameters, parts, strict=True):
-            p.bind(data, master, grad)
 
     @property
     def masters(self) -> Array:
         """What the optimizer updates: the weights, or what they are the rounding of."""
         return self.weights if self._masters is None else self._masters
+
+    frozen = False
+    """Whether nobody trains the parameters (`FrozenFlat`)."""
 
     def move_masters(self, vector: Any) -> None:
         """The masters live elsewhere now, and lie there as they lay here."""
@@ -228,3 +315,31 @@ class Flat:
         shapes = [slab_shape(p.rectangle) for p in self.parameters]
         ends = zip(self.offsets, self.offsets[1:], shapes, strict=False)
         return [vector[start:stop].reshape(shape) for start, stop, shape in ends]
+
+
+class FrozenFlat(Flat):
+    """Values of parameters that nobody trains: arguments as of a `Flat`, and no gradients and no masters.
+
+    The axes are those over which gradients would be summed: along them ranks hold the same.
+    """
+
+    frozen = True
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        places: Sequence[int],
+        axes: tuple[str, ...],
+        dtype: Any,
+        xp: Any,
+    ) -> None:
+        self._lay_out(parameters, places, axes)
+        self.weights = xp.empty(self.offsets[-1], dtype)
+        self._masters = None
+        self.grads = xp.empty(0, wide(dtype))
+        for p, data in zip(self.parameters, self.views(self.weights), strict=True):
+            p.bind(data, None, None)
+
+    @property
+    def updated(self) -> list[Array]:
+        return []

@@ -43,7 +43,7 @@ class Share(Parameter):
         spec = whole.spec.by_rows(axes)
         super().__init__(whole.name, whole.full_shape, spec, init=whole.init, decay=whole.decay)
         self.whole, self.rows = whole, rows
-        self.in_full, self.outside = whole.in_full, whole.outside
+        self.in_full, self.outside, self.frozen = whole.in_full, whole.outside, whole.frozen
         first, *others = whole.rectangle
         self.rectangle = (slice(first.start + rows[0], first.start + rows[1]), *others)
         self.writes = whole.writes
@@ -57,12 +57,15 @@ class CutFlat(Flat):
         stage: 1, 2 or 3.
         ranks: of the merge of the axes.
         rank: this one among them.
+        frozen: whether nobody trains them.
 
     Attributes:
         shares: of the parameters, in their order.
         ranges: rank -> of each parameter the elements (start, stop) that this rank keeps, counted in the parameter.
         own_offsets: where each share begins in what is kept of it alone.
         own_grads: gradients of the shares, one after the other; None in stage 1, where they are views of whole ones.
+
+    What is frozen is dealt out in stage 3 alone, for its weights: it has no gradients and no masters (`frozen`).
     """
 
     def __init__(
@@ -76,30 +79,29 @@ class CutFlat(Flat):
         stage: int,
         ranks: int,
         rank: int,
+        frozen: bool = False,
     ) -> None:
         self._deal_out(parameters, places, axes, xp, stage, ranks, rank)
+        self.frozen = frozen
         shapes = [slab_shape(p.rectangle) for p in self.parameters]
         own, whole = self.own_offsets[-1], self.offsets[-1]
-        half = is_half(dtype)
+        half = is_half(dtype) and not frozen
         self.weights = xp.empty(whole if stage < 3 else own, dtype)
         self._masters = xp.empty(own, wide(dtype)) if half else None
-        self.grads = xp.zeros(whole if stage == 1 else own, wide(dtype))
+        self.grads = xp.zeros(0 if frozen else whole if stage == 1 else own, wide(dtype))
         self.own_grads = None if stage == 1 else self.grads
         whole_weights = self.views(self.weights) if stage < 3 else [absent(shape, dtype, xp) for shape in shapes]
         whole_grads = self.views(self.grads) if stage == 1 else [None] * len(shapes)
         masters = self._own_views(self._masters) if self._masters is not None else [None] * len(shapes)
         own_weights = self._own_views(self.weights) if stage == 3 else None
-        own_grads = self._own_views(self.grads) if stage > 1 else None
+        own_grads = self._own_views(self.grads) if stage > 1 and not frozen else None
         for place, (p, share) in enumerate(zip(self.parameters, self.shares, strict=True)):
             assert isinstance(share, Share)
             p.bind(whole_weights[place], None, whole_grads[place])
             p.visits = stage == 3
             rows = slice(*share.rows)
-            share.bind(
-                own_weights[place] if own_weights is not None else p.data[rows],
-                masters[place],
-                own_grads[place] if own_grads is not None else p.grad[rows],
-            )
+            grad = None if frozen else own_grads[place] if own_grads is not None else p.grad[rows]
+            share.bind(own_weights[place] if own_weights is not None else p.data[rows], masters[place], grad)
 
     share_type: type[Share] = Share
 
@@ -130,6 +132,8 @@ class CutFlat(Flat):
 
     @property
     def updated(self) -> list[Array]:
+        if self.frozen:
+            return []
         return [share.grad for share in self.shares] if self.own_grads is None else [self.own_grads]
 
     def refresh(self) -> None:

@@ -158,7 +158,11 @@ class Unit(ABC):
     def __exit__(self, *_: object) -> None:
         tape = TAPE.get()
         if tape is not None:
-            tape.mark(Released(self))
+            last = tape.nodes[-1] if tape.nodes else None
+            if isinstance(last, Fetched) and last.unit is self:
+                tape.nodes.pop()  # nothing that it did goes backward
+            else:
+                tape.mark(Released(self))
         self.release()
 
 
@@ -233,8 +237,10 @@ def _needs_weights(node: Node) -> bool:
         return any(map(_needs_weights, again.nodes))
     if True not in node.weight_side:
         return False
-    noted = any(isinstance(part, Visit) for item in node.saved or () for part in (item, *_parts(item)))
-    return noted and not (node.function.bilinear and sum(node.weight_side[:2]) == 1)
+    saved, sides = node.saved or (), node.weight_side[:2]
+    if node.function.bilinear and not all(sides):  # a factor's gradient needs the other one, a summand's none
+        saved = tuple(saved[1 - place] for place, is_weight in enumerate(sides) if is_weight)
+    return any(isinstance(part, Visit) for item in saved for part in (item, *_parts(item)))
 
 
 def _parts(item: Any) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ class Optimizer(ABC):
     """Base of the optimizers.
 
     Args:
-        parameters: what to train, in the order of the model; materialised, their masters of one dtype.
+        parameters: of the model, in its order; materialised, their masters of one dtype.  What is frozen is left out.
         lr: learning rate of a `step` that is given none.
         weight_decay: applies to the parameters with `decay`.
         groups: other learning rates and decays by name.
@@ -77,8 +77,9 @@ class Optimizer(ABC):
     ) -> None:
         require("lr", lr, lr >= 0, "0 or more")
         require("weight_decay", weight_decay, weight_decay >= 0, "0 or more")
-        self.parameters = tuple(parameters)
-        check_groups(groups, [p.name for p in self.parameters], None if mesh is None else mesh.world)
+        given = tuple(parameters)
+        self.parameters = tuple(p for p in given if not p.frozen)
+        check_groups(groups, [p.name for p in given], None if mesh is None else mesh.world)
         self.treatments = treatments(self.parameters, groups, weight_decay)
         self.lr = lr
         self.weight_decay = weight_decay

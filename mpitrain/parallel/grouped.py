@@ -18,6 +18,7 @@ from __future__ import annotations
 from mpitrain import collectives
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
+from mpitrain.backend import Array
 from mpitrain.comm.communicator import Communicator
 from mpitrain.errors import ShapeError
 from mpitrain.nn import init as initial
@@ -39,6 +40,8 @@ class GroupedColumns(Module):
         heads: of queries.
         kv_heads: of keys and values; divides heads.
         axis: tp.
+        bias: whether projections have one.
+        sequence_parallel: whether x is cut along the sequence.
 
     Raises:
         ShapeError: heads do not divide: heads by kv_heads and by axis.size, and of kv_heads and axis.size one by the
@@ -53,6 +56,7 @@ class GroupedColumns(Module):
         kv_heads: int,
         axis: Communicator,
         *,
+        bias: bool = True,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(name)
@@ -72,23 +76,32 @@ class GroupedColumns(Module):
         self.q_weight = Parameter(
             f"{name}.q.weight", (width, width), {axis.name: Shard(1)}, init=initial.fan_in(), decay=True
         )
-        self.q_bias = Parameter(f"{name}.q.bias", (width,), {axis.name: Shard(0)}, init=initial.zeros)
+        self.q_bias: Parameter | None = None
+        if bias:
+            self.q_bias = Parameter(f"{name}.q.bias", (width,), {axis.name: Shard(0)}, init=initial.zeros)
         self.kv_weight = Parameter(
             f"{name}.kv.weight", (width, 2 * kv_heads * d), spec, init=initial.fan_in(), decay=True
         )
-        self.kv_bias = Parameter(f"{name}.kv.bias", (2 * kv_heads * d,), bias_spec, init=initial.zeros)
+        self.kv_bias: Parameter | None = None
+        if bias:
+            self.kv_bias = Parameter(f"{name}.kv.bias", (2 * kv_heads * d,), bias_spec, init=initial.zeros)
         first = axis.rank * kv_heads // n
         self._columns = 2 * d * first, 2 * d * (first + self.kv_heads)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: tuple[Array, Array] | None = None) -> Tensor:
+        """y of x; with `turns`, cosines and sines as `ops.rotary` takes them, queries and keys are turned."""
         x = enter(x, self.axis, self.sequence_parallel)
         weight: Tensor = self.kv_weight
-        bias: Tensor = self.kv_bias
+        bias: Tensor | None = self.kv_bias
         if self.shared:
             weight = collectives.pick(weight, self.axis, 1, *self._columns)
-            bias = collectives.pick(bias, self.axis, 0, *self._columns)
+            if bias is not None:
+                bias = collectives.pick(bias, self.axis, 0, *self._columns)
         q = ops.linear(x, self.q_weight, self.q_bias)
         kv = ops.linear(x, weight, bias)
+        if turns is not None:
+            heads = q.shape[2] // self.head_width
+            return ops.pack_rotary(q, kv, heads, self.kv_heads, *turns)
         b, s, _ = q.shape
         packed = ops.concat(
             [q.reshape(b, s, self.kv_heads, -1), kv.reshape(b, s, self.kv_heads, 2 * self.head_width)], 3

@@ -101,7 +101,7 @@ def check_replicas(parameters: Iterable[Parameter], mesh: Mesh, when: str) -> No
 
 
 class ReplicaCheck:
-    """Compares weights, masters and moments of replicas every so many steps, and before they are saved.
+    """Compares weights, masters, moments and buffers of replicas every so many steps, and before they are saved.
 
     What ZeRO deals out is nobody's replica: then whole weights are compared, in stages 1 and 2, and of the rest what
     ranks of other axes hold alike, such as moments of norms along tp.  Workers that learn apart are compared where they
@@ -138,9 +138,10 @@ class ReplicaCheck:
         if not self.every or not (saves or step % self.every < steps):
             return False
         reducer, model = self._reducer, self._model
-        weights = _weights([*model.parameters(), *model.shares()], () if reducer.at_rest else reducer.apart)
+        weights = _weights([*model.parameters(), *model.kept()], () if reducer.at_rest else reducer.apart)
         moments = _moments(self._optimizer.state_tensors(), reducer.apart)
-        trouble = difference([*weights, *moments], self._mesh, f"after step {step}")
+        kept = [Held(buffer.name, buffer.spec.shared_axes(), False, buffer.array) for buffer in model.buffers()]
+        trouble = difference([*weights, *moments, *kept], self._mesh, f"after step {step}")
         if trouble is not None:
             raise ReplicaError(
                 f"{trouble}\n"
@@ -159,7 +160,7 @@ def _weights(parameters: Iterable[Parameter], apart: Collection[str]) -> list[He
         is_part = isinstance(p, Share) and not p.whole.visits  # of a whole weight, which is among the parameters
         if not p.visits and not is_part:
             found.append(Held(p.name, axes, p.spec.tied, p.data))
-        if not p.visits and p.master is not p.data:
+        if not p.visits and not p.frozen and p.master is not p.data:
             found.append(Held(f"the master of {p.name}", axes, p.spec.tied, p.master))
     return found
 

@@ -28,8 +28,13 @@ def scaler_of(model: Module, scaler: Scaler | None) -> Scaler | None:
     """The scaler that is asked for, that of the model's branches, or for float16 one of the loss.
 
     Raises:
-        ConfigError: the model's branches have other scales than the executor would take off.
+        ConfigError: the model's branches have other scales than the executor would take off, or some are frozen.
     """
+    if model.branch_scales is not None and any(p.frozen for p in model.parameters()):
+        raise ConfigError(
+            "the branches of the model have scales (BlockScaler), but some of its weights are frozen: a branch without"
+            " gradients has nothing to find its scale by.\nTake LossScaler, or freeze nothing."
+        )
     if scaler is None:
         scaler = model.branch_scales
     elif scaler is not model.branch_scales and (model.branch_scales is not None or isinstance(scaler, BlockScaler)):
@@ -44,8 +49,20 @@ def check_updates(model: Module, optimizer: Optimizer, versions: str | None) -> 
     """Refuse an optimizer of something else than what this rank updates, and ZeRO where steps overlap.
 
     Raises:
-        ConfigError: either; the same on every rank.
+        ConfigError: either, or a parameter was frozen too late or by half; the same on every rank.
     """
+    odd = next((p for flat in model.flats for p in flat.parameters if p.frozen), None)
+    if odd is not None:
+        raise ConfigError(
+            f"{odd.name}.requires_grad is False, but its place is among what is trained: it would be decayed and summed"
+            f" without a gradient.\nSay model.freeze({odd.name!r}) before the optimizer is made."
+        )
+    late = next((p for p in optimizer.parameters if p.frozen), None)
+    if late is not None:
+        raise ConfigError(
+            f"the optimizer was made before {late.name} was frozen, and would go on to update it.\n"
+            "Freeze first, then make the optimizer: AdamW(model.parameters(), ...) leaves out what is frozen."
+        )
     if model.zero and versions is not None:
         raise ConfigError(
             f"zero {model.zero} keeps one version of the weights, but the schedule computes with older ones while it"
@@ -82,8 +99,11 @@ def compare_what_is_given(
     scaler: Scaler | None,
     rows: Sequence[Any],
     reducer: Reducer | None = None,
+    microbatches: int = 1,
 ) -> None:
     """Refuse models, rows, recomputation or updates that differ between ranks.  Collective over the world.
+
+    Refuse, too, micro-batches of a model that makes of one row what the others of its batch say.
 
     Args:
         mesh: the layout.
@@ -91,9 +111,11 @@ def compare_what_is_given(
         optimizer, scaler: what updates it.
         rows: all that says in which order ranks work, as JSON holds it.
         reducer: the one that is asked for.
+        microbatches: into which a batch is cut.
 
     Raises:
-        ConfigError: a rank has another model, or updates in another way.
+        ConfigError: a rank has another model, other frozen parameters, or updates in another way; or the micro-batches
+            are refused.
         ScheduleError: a rank has other rows, or makes other parts again; either on every rank.
 
     Cost: one small message.
@@ -104,8 +126,11 @@ def compare_what_is_given(
     method = type(optimizer).__name__
     updating: list[Any] = [f"{method} (zero {model.zero})" if model.zero else method, scaling]
     updating += [type(reducer).__name__, dict(reducer.made_of)] if reducer is not None and reducer.made_of else []
-    told = mesh.world.exchange([schedule, [mesh.pp.rank, again], updating, _flat(model.made_of)])
-    schedules, marks, updates, models = zip(*told, strict=True)
+    mixing = next((f"{part.name} ({type(part).__name__})" for part in model.modules() if part.mixes_rows), None)
+    fixed = sorted(p.name for p in model.parameters() if p.frozen)
+    marked = [mesh.pp.rank, again, hashlib.sha256(json.dumps(fixed).encode()).hexdigest() if fixed else ""]
+    told = mesh.world.exchange([schedule, marked, updating, _flat(model.made_of), mixing])
+    schedules, marks, updates, models, mixes = zip(*told, strict=True)
     odd = _first(theirs != models[0] for theirs in models)
     if odd is not None:
         name, here, there = _first_difference(models[0], models[odd])
@@ -113,8 +138,15 @@ def compare_what_is_given(
             f"rank {odd} has another model than rank 0: {name} is {there}, not {here}.\n"
             "Give every rank the same numbers."
         )
-    of_stage = {pp_rank: names for pp_rank, names in reversed(marks)}
-    odd = _first(names != of_stage[pp_rank] for pp_rank, names in marks)
+    fixed_in_stage = {pp_rank: of for pp_rank, _, of in reversed(marks)}
+    odd = _first(of != fixed_in_stage[pp_rank] for pp_rank, _, of in marks)
+    if odd is not None:
+        raise ConfigError(
+            f"rank {odd} has frozen other parameters than the ranks beside it: their gradients would not meet.\n"
+            "Freeze the same patterns on all ranks (model.freeze)."
+        )
+    of_stage = {pp_rank: names for pp_rank, names, _ in reversed(marks)}
+    odd = _first(names != of_stage[pp_rank] for pp_rank, names, _ in marks)
     if odd is not None:
         raise ScheduleError(
             f"rank {odd} makes other parts of the model again in backward than the ranks beside it: their messages"
@@ -131,6 +163,13 @@ def compare_what_is_given(
         raise ScheduleError(
             f"rank {odd} was given another schedule than rank 0.\nEvery rank needs the rows of all ranks, made from"
             " the same name, micro-batches, chunks and slices."
+        )
+    mixing = next((name for name in mixes if name is not None), None)
+    if mixing is not None and microbatches > 1:
+        raise ConfigError(
+            f"{mixing} takes statistics of a whole batch, but each batch goes through in {microbatches} parts: what is"
+            " learned would depend on their number.\nTake one micro-batch, or ask for it by name:"
+            " BatchNorm(..., per_microbatch=True), CNN(..., per_microbatch=True)."
         )
 
 

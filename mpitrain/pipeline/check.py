@@ -37,8 +37,12 @@ class Checked:
     here: tuple[int, ...]
 
 
-def check(rows: Schedule) -> Checked:
+def check(rows: Schedule, trains_from: int = 0) -> Checked:
     """Prove that rows can run, with messages and updates in them.
+
+    Args:
+        rows: of all ranks.
+        trains_from: the first stage that goes backward; those before it are frozen (`passes.without_backward`).
 
     A row of several batches numbers its COUNT, REDUCE and STEP, and batch k has the k-th share of the micro-batches.
 
@@ -48,7 +52,7 @@ def check(rows: Schedule) -> Checked:
     Cost: about 2 us an action.
     """
     place = placement(rows)
-    work = _Work(rows, place)
+    work = _Work(rows, place, trains_from)
     found = [_index(rank, row) for rank, row in enumerate(rows)]
     for rank, at in enumerate(found):
         _check_contents(rank, at, work)
@@ -57,20 +61,23 @@ def check(rows: Schedule) -> Checked:
     messages = [[action for action in row if action.kind in MESSAGES] for row in rows]
     if (text := _play(messages)) is not None:
         raise ScheduleError(text)
-    here = tuple(peak_in_flight(row, here=True) for row in rows)
-    return Checked(tuple(place), tuple(map(peak_in_flight, rows)), _play(messages, synchronous=True), here)
+    peaks, here = (tuple(peak_in_flight(row, inside, trains_from) for row in rows) for inside in (False, True))
+    return Checked(tuple(place), peaks, _play(messages, synchronous=True), here)
 
 
-def peak_in_flight(row: Row, here: bool = False) -> int:
+def peak_in_flight(row: Row, here: bool = False, trains_from: int = 0) -> int:
     """The largest number of forward passes of a row whose backward is not yet done.
 
     Args:
         row: of a rank.
         here: leave out those whose values are offloaded just then.
+        trains_from: the first stage that goes backward; what comes before it keeps nothing.
     """
     more, fewer = (("F", "FETCH"), ("B", "EVICT")) if here else (("F",), ("B",))
     flying = peak = 0
     for action in row:
+        if action.stage < trains_from:
+            continue
         if action.kind in more:
             flying += 1
             peak = max(peak, flying)
@@ -82,8 +89,9 @@ def peak_in_flight(row: Row, here: bool = False) -> int:
 class _Work:
     """What a schedule is about: stages, micro-batches, slices, batches."""
 
-    def __init__(self, rows: Schedule, place: list[int]) -> None:
+    def __init__(self, rows: Schedule, place: list[int], trains_from: int) -> None:
         self.place = place
+        self.trains_from = trains_from
         self.last_stage = len(place) - 1
         self.split = {action.stage for row in rows for action in row if action.kind == "W"}
         self.moved = {action[1:] for row in rows for action in row if action.kind in MOVES}
@@ -110,13 +118,14 @@ class _Work:
         for stage, on in enumerate(self.place):
             if on != rank:
                 continue
-            kinds = ["F", "B"]
+            trains = stage >= self.trains_from
+            kinds = ["F", "B"] if trains else ["F"]
             if stage in self.split:
                 kinds.append("W")
             if self.elsewhere(stage, stage - 1):
-                kinds += "RECV_F", "SEND_B"
+                kinds += ["RECV_F", "SEND_B"] if stage > self.trains_from else ["RECV_F"]
             if self.elsewhere(stage, stage + 1):
-                kinds += "SEND_F", "RECV_B"
+                kinds += ["SEND_F", "RECV_B"] if trains else ["SEND_F"]
             for kind in kinds:
                 for micro, part in self.units:
                     yield kind, micro, stage, part
@@ -239,6 +248,8 @@ def _why_not(rank: int, action: Action, work: _Work) -> str:
     kind, micro, stage, part = action
     if kind not in PER_MICRO + PER_STEP:
         return "is no kind of action"
+    if kind in ("B", "W", "SEND_B", "RECV_B", *MOVES) and stage <= work.trains_from > 0:
+        return f"goes back where all weights are frozen, before stage {work.trains_from}"
     if not 0 <= stage <= work.last_stage or work.place[stage] != rank:
         return f"belongs to stage {stage}, which has no F in this row"
     if kind not in PER_UNIT:

@@ -14,6 +14,7 @@ Messages are posted and waited for here and nowhere else; what they carry is the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from time import perf_counter_ns
@@ -34,6 +35,7 @@ from mpitrain.data.tokens import Batch
 from mpitrain.errors import ScheduleError
 from mpitrain.events import STEP_LISTENERS, WITNESSES, Event, Listener, alone, tell
 from mpitrain.nn.module import Module
+from mpitrain.nn.parameter import Parameter
 from mpitrain.nn.stage_output import check_said, check_takes_slices, checked_boundary
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import Scaler
@@ -45,13 +47,13 @@ from mpitrain.pipeline.action import Action, Row, Schedule, row_text
 from mpitrain.pipeline.alike import check_updates, compare_what_is_given, reducer_of, scaler_of
 from mpitrain.pipeline.autopsy import autopsy
 from mpitrain.pipeline.check import check
+from mpitrain.pipeline.ends import compare_stages
 from mpitrain.pipeline.flight import Flight, beside, key_of
+from mpitrain.pipeline.passes import without_backward
 from mpitrain.pipeline.running import RowPlan, Running
 from mpitrain.pipeline.stand_in import STAND_IN
 from mpitrain.pipeline.update import NotFinite, StepReport, Update
-
-DATA_AXES = ("edp", "ep", "cp")
-"""The axes whose ranks see different tokens: what is counted per token is summed over their merge."""
+from mpitrain.spec import DATA_AXES
 
 CHECKED_STEPS = 2
 """The first steps, in which ranks compare every call before data moves: what fits twice fits ever after."""
@@ -119,11 +121,14 @@ class Executor:
         self._plans: dict[int, RowPlan] = {}
         self.scaler = scaler_of(model, scaler)
         check_updates(model, optimizer, versions)
+        compare_stages(model, mesh)
+        model.in_use = True
         self.checked = self._plan(1).checked
         some = (1,) if versions is None else (1, 3)  # where steps overlap, the rows of a few batches tell
         text = "\n".join(row_text(row) for batches in some for row in self._rows_of(batches))
         said = [text, versions, self.slices]
-        compare_what_is_given(mesh, model, optimizer, self.scaler, said, reducer)
+        parts = self._plan(1).per_batch * self._plan(1).parts
+        compare_what_is_given(mesh, model, optimizer, self.scaler, said, reducer, parts)
         agree_on_arithmetic(mesh.world)
         mesh.world.hold_checks()  # until the first steps are over: of what comes before them, too
         keep_freed_memory()  # page faults cost up to three quarters of an array operation
@@ -137,6 +142,7 @@ class Executor:
         self._steps = 0
         self._broken = False
         self._axis = mesh.merged(DATA_AXES)
+        self._shared = _in_several(model)
         self._running: Running | None = None
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -274,10 +280,10 @@ class Executor:
         """The checked rows for so many batches."""
         plan = self._plans.get(batches)
         if plan is None:
-            rows = self._rows_of(batches)
+            rows = without_backward(self._rows_of(batches), self.model.trains_from)
             if len(rows) != self.mesh.pp.size:
                 raise ScheduleError(f"the schedule has {len(rows)} rows for {self.mesh.pp.size} pipeline ranks")
-            checked = check(rows)
+            checked = check(rows, self.model.trains_from)
             here = tuple(q for q, rank in enumerate(checked.placement) if rank == self.mesh.pp.rank)
             if (len(checked.placement), here) != (self.model.num_stages, tuple(self.model.stages)):
                 raise ScheduleError(
@@ -405,7 +411,8 @@ class Executor:
         self.links.reap()
 
     def _send_forward(self, action: Action, run: Running) -> None:
-        flight = run.flying[key_of(action)]
+        key = key_of(action)
+        flight = run.flying[key] if self._trains(action.stage) else run.flying.pop(key)
         self.links.send("F", action.stage, run.plan.unit(action), [t.data for t in flight.outputs])
         flight.forget_arrays()
 
@@ -415,7 +422,8 @@ class Executor:
         """The inputs of an F as leaves, made once."""
         key = key_of(action)
         if key not in run.inputs:
-            run.inputs[key] = tuple([Tensor(array, requires_grad=True) for array in run.arrived.pop(key, ())])
+            wanted = action.stage > self.model.trains_from
+            run.inputs[key] = tuple([Tensor(array, requires_grad=wanted) for array in run.arrived.pop(key, ())])
         return run.inputs[key]
 
     def _forward(self, action: Action, run: Running) -> None:
@@ -437,6 +445,16 @@ class Executor:
         elif self.links.is_here(stage + 1):
             run.arrived[beside(key, stage + 1)] = [t.data for t in outputs]
             flight.forget_arrays()
+            if not self._trains(stage):
+                del run.flying[key]
+        if not self._trains(stage):
+            self._leave(action, run)
+            if carry is not None and (action.part or 0) == run.plan.parts - 1:
+                del run.carries[action.micro, stage]
+
+    def _trains(self, stage: int) -> bool:
+        """Whether backward goes to a stage."""
+        return stage >= self.model.trains_from
 
     def _policy_of_tape(self) -> SavePolicy | None:
         """The policy for the tape of one pass: one that keeps books has another one for each."""
@@ -474,7 +492,7 @@ class Executor:
             self._announce(tape.backward(seeds), run, place)
         if flight.carry is not None:
             flight.carry.pass_back(part, tape)
-        if stage:
+        if stage > self.model.trains_from:
             run.gradients[beside(key, stage - 1)] = flight.input_gradients(untouched)
         flight.done()
         if not run.plan.is_split(action):
@@ -487,8 +505,8 @@ class Executor:
         for final in finals:
             if last or self.reducer.every_walk:
                 for p in final:
-                    # A tied weight that has both its uses here is final after the other one; it leaves at REDUCE.
-                    if len(self.model.stages) == 1 or not p.spec.tied:
+                    # A weight that several stages here use is final after the last of them; it leaves at REDUCE.
+                    if p not in self._shared:
                         self.reducer.add(p)
         if self.reducer.every_walk:
             self.reducer.walked(run.plan.row[place].stage)
@@ -558,6 +576,14 @@ class Executor:
             made,
             self.model.like,
         )
+
+
+def _in_several(model: Module) -> set[Parameter]:
+    """The parameters that more than one stage of this rank uses, or of which it must be taken that they do."""
+    if len(model.stages) == 1:
+        return set()
+    users = Counter(p for stage in model.stages for p in {p for part in model.parts(stage) for p in part.parameters()})
+    return {p for p, stages in users.items() if stages > 1 or p.spec.tied}
 
 
 def _numbers(stages: Sequence[int]) -> str:

@@ -7,12 +7,14 @@
 `complete` applies them all, and where saved values are offloaded
 
     with_offload   F0 SEND_F0 EVICT0 ... F1 FETCH0 B1 B0        distance 1: a B or an F comes between FETCH and B
+
+and, of stages whose weights are all frozen, `without_backward` leaves what goes forward.
 """
 
 from __future__ import annotations
 
 from mpitrain.errors import ScheduleError
-from mpitrain.pipeline.action import COMPUTE, Action, Row, Schedule, placement
+from mpitrain.pipeline.action import COMPUTE, MOVES, Action, Row, Schedule, placement
 from mpitrain.pipeline.schedules import SCHEDULES, compute_rows
 
 
@@ -111,6 +113,25 @@ def with_offload(rows: Schedule, distance: int = 1) -> Schedule:
     if distance < 0:
         raise ScheduleError(f"nothing can be fetched {distance} actions before its use: the distance is 0 or more")
     return [_offloaded(row, distance) for row in rows]
+
+
+def without_backward(rows: Schedule, stages: int) -> Schedule:
+    """Have nothing go back into the first stages, whose weights are all frozen, as are those of all before them.
+
+        RECV_F0@1 F0@1 SEND_F0@1 RECV_B0@1 B0@1 SEND_B0@1   ->   RECV_F0@1 F0@1 SEND_F0@1 RECV_B0@1 B0@1      1 of 3
+
+    Args:
+        rows: any.
+        stages: so many; 0 changes nothing.
+    """
+    if not stages:
+        return rows
+    back = ("B", "W", "RECV_B", "SEND_B", *MOVES)
+
+    def stays(action: Action) -> bool:
+        return not (action.kind in back and action.stage < stages) and action[::2] != ("SEND_B", stages)
+
+    return [[action for action in row if stays(action)] for row in rows]
 
 
 def _offloaded(row: Row, distance: int) -> Row:

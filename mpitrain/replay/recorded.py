@@ -15,7 +15,7 @@ from mpitrain.config import Config
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.recorder import Recorder, record
 from mpitrain.errors import RecordingError
-from mpitrain.models.gpt import GPT
+from mpitrain.models.decoder import Decoder
 from mpitrain.pipeline.executor import Executor
 from mpitrain.recording.asked import ranks_of, steps_of
 from mpitrain.recording.outside import OUTSIDE, heard
@@ -59,7 +59,7 @@ def _file_of(flags: Sequence[str]) -> str | None:
 def announce(
     config: Config,
     mesh: Mesh,
-    model: GPT,
+    model: Decoder,
     executor: Executor,
     steps: int,
     tokens: Tokens,
@@ -104,7 +104,7 @@ def announce(
 def _bytes(
     config: Config,
     mesh: Mesh,
-    model: GPT,
+    model: Decoder,
     executor: Executor,
     span: tuple[int, int],
     steps: int,
@@ -118,7 +118,7 @@ def _bytes(
     each = size.of_step(step, kept) + size.sums_of_state(executor)
     every = config.eval_interval(steps)
     evaluations = sum(number == steps or (every > 0 and number % every == 0) for number in range(first, last + 1))
-    passes = -(-tokens.num_validation_targets() // (config.seq_len * rows * mesh.dp.size))
+    passes = tokens.num_validation_batches(rows * mesh.dp.size)
     whole = each * (last - first + 1) + evaluations * passes * size.of_evaluation(step, rows, kept)
     return each, whole + (size.of_state(executor) if first > 1 else 0)
 

@@ -12,12 +12,12 @@ from mpitrain.assemble import step_of
 from mpitrain.comm.mesh import Mesh
 from mpitrain.config import Config
 from mpitrain.memory_table import predicted
-from mpitrain.models.gpt import GPT
+from mpitrain.models.decoder import Decoder
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.plan.traffic import traffic
 
 
-def facts_of(config: Config, mesh: Mesh, model: GPT) -> dict[str, Any]:
+def facts_of(config: Config, mesh: Mesh, model: Decoder) -> dict[str, Any]:
     """Layout, schedule and predictions of this rank, as JSON holds them.
 
     Returns:

@@ -177,7 +177,27 @@ def case_of(seed: int) -> Case:
     options["gist"] = one_of(None, None, "lossless", "16", "10", "8")
     if options["recompute"] == "none" or slices > 1 or "rsa" in layout.ways:  # where rounding would be another run
         options["gist"] = one_of(None, "lossless")
+    options["hidden"] = one_of(None, None, tp * one_of(1, 2, 3, 7))
+    options["window"] = one_of(None, None, LEAST_TOKENS, 3, 7)
+    if "experts" not in options and one_of(False, True):
+        options |= _llama(one_of, options)
     return Case(seed, layout, vocab, options)
+
+
+def _llama(one_of: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What makes a Llama of a GPT of these options."""
+    width, heads = options["width"], options["heads"]
+    return {
+        "model": "llama-tiny",
+        "width": width * (1 + width // heads % 2),  # pairs of elements are turned
+        "kv_heads": options["kv_heads"] or heads,
+        "hidden": options["hidden"] or 8 * width,
+        "gelu": "tanh",
+        "lr_groups": options["lr_groups"] and options["lr_groups"].replace("*.bias", "*.proj.*"),
+        "norm_eps": one_of(None, 1e-6, 1e-2),
+        "rope_theta": one_of(None, 10.0, 1e6),
+        "rope_scaling": one_of(None, "linear:2", "llama3:8,1,4,4"),
+    }
 
 
 def _with_part(axes: tuple[tuple[str, int], ...], whole: str, part: str, size: int) -> Iterator[tuple[str, int]]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
+from mpitrain.catalog import family_of
 from mpitrain.comm.launcher import announced
 from mpitrain.debug.capture import Record
 from mpitrain.doctor.machine import cores_allowed
@@ -103,6 +104,8 @@ def _verify(words: list[str]) -> int:
         return sweep(int(given["sweep"]), int(given["seed"] or 0), path)
     named = dict.fromkeys(layouts)
     every = list(all_layouts(int(given["all"]))) if given["all"] is not None else []
+    if _has_no_experts(script):
+        every = [layout for layout in every if not layout.spreads_experts]
     _check_places(layouts, script, proves=bool(named or every))
     if not named and not every:
         raise ConfigError("mpitrain verify: give a --layout (dp2,tp2), --all RANKS or --sweep COUNT; --help says more.")
@@ -205,6 +208,14 @@ def _command(script: list[str], folder: Path) -> list[str]:
     text = folder / "text.txt"
     text.write_text("".join(f"{n} times {n} is {n * n}, and {n} plus {n} is {2 * n}.\n" for n in range(2000)))
     return [TRAINER, *BUILT_IN, *heads, "--data", str(text), "--run", FRESH, *more]
+
+
+def _has_no_experts(script: Sequence[str]) -> bool:
+    """Whether it is the trainer, with a model of a family that has no experts."""
+    if script[:1] != ["--"] or "--model" not in script[:-1]:
+        return False
+    last = len(script) - 1 - script[::-1].index("--model")
+    return family_of(script[min(last + 1, len(script) - 1)]) != "gpt"
 
 
 def _experts(script: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Has every token gone to the same experts?  What ranks counted of each layer of experts, held against one rank.
 
     choices         of each expert; those without a place, those held back, tokens: whole numbers, exactly equal
+    counts          of other names, as rows that were told right: whole numbers, exactly equal
     entropy         of the router's probabilities
     balance loss    and z-loss, before their coefficients: sums over the rows of the step
 
@@ -22,6 +23,7 @@ from mpitrain.verify.whole import same_bits
 SUMS = {"entropy": "router entropy", "balance": "balance loss", "z": "z-loss"}
 """What is no whole number -> what it is called."""
 CHOICES = "choices"
+COUNTS = "counts"
 NEAR_TIE = (
     "so few that a token may have chosen between two experts whose probabilities are equal up to rounding (in float64 "
     "once in some 10^13 tokens): prove another seed, too"
@@ -55,6 +57,10 @@ def compare_routing(
         mine, theirs = np.asarray(here[layer], np.float64), np.asarray(alone[layer], np.float64)
         odd = [rank for rank, counted in ranks if not same_bits(np.asarray(counted.get(layer, ()), np.float64), mine)]
         problem = f"ranks {first} and {odd[0]} report other numbers" if odd else ""
+        if mine.size <= len(OTHERS):  # no layer of experts says so little
+            (difference,) = compare({"": mine}, {"": theirs}, 0.0, COUNTS)
+            yield COUNTS, layer, difference._replace(why="must be exactly equal"), problem
+            continue
         for name, number, other in zip(OTHERS, mine[-len(OTHERS) :], theirs[-len(OTHERS) :], strict=True):
             if name in SUMS:
                 sums[SUMS[name]][layer] = number, other

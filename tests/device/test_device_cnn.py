@@ -18,6 +18,8 @@ LAYOUTS = {
     "micro-batches": (2, {"micros": 2}),
     "stages": (2, {"pp": 2, "micros": 3}),
     "halves": (1, {"dtype": np.float16}),
+    "norms": (2, {"norms": {"batch_norm": True}}),
+    "norms of halves": (1, {"norms": {"batch_norm": True}, "dtype": np.float16}),
     "encoded activations": (1, {"policy": Gist(bits=10)}),
 }
 

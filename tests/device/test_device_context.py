@@ -23,6 +23,7 @@ CASES = {
     "not causal": {"causal": False},
     "dropout": {"drop": 0.3},
     "documents": {"packed": True},
+    "window": {"window": 4},
     "float16": {"dtype": np.float16, "drop": 0.3, "packed": True},
 }
 
@@ -41,9 +42,8 @@ def run(xp: Any, way: str, how: dict[str, Any]) -> tuple[Any, Any]:
     documents = None if p.documents is None else xp.asarray(p.documents)
     with crossings() as counted:
         with Tape() as tape:
-            y = context.attention(
-                x, p.heads, p.kv_heads, axis, way, causal=p.causal, documents=documents, rows=rows, drop=p.drop
-            )
+            how = {"causal": p.causal, "documents": documents, "rows": rows, "drop": p.drop, "window": p.window}
+            y = context.attention(x, p.heads, p.kv_heads, axis, way, **how)
         d_qkv = tape.run_backward([(y, grad)])[x]
     if xp is not np:
         assert isinstance(y.data, ndarray)

@@ -25,9 +25,12 @@ from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokens import Tokens
 from mpitrain.debug.compare import compare
 from mpitrain.errors import NumericsError
-from mpitrain.models.generate import generate
+from mpitrain.models.families import build
+from mpitrain.models.generate import generate, write
 from mpitrain.models.gpt import GPT, GPTConfig
+from mpitrain.models.llama import LlamaConfig
 from mpitrain.models.mlp import MLP
+from mpitrain.models.sampling import Sampling
 from mpitrain.optim.adam import AdamW
 from mpitrain.optim.sgd import Sgd
 from mpitrain.parallel.replicas import check_replicas
@@ -138,6 +141,18 @@ def test_a_batch_may_be_on_the_device_before_the_step(cupy):
 
 def test_the_same_text_is_generated(cupy):
     texts = [list(generate(GPT(SIZES, Mesh(world()), dtype=np.float64, xp=xp), [1, 2, 3], 12)) for xp in (cupy, np)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_same_texts_of_several_lengths_are_written(cupy, window):
+    """With a window the longest is filled in with more keys than have room."""
+    config = LlamaConfig(vocab=19, layers=2, width=16, heads=4, kv_heads=2, seq_len=12, window=window)
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 8]]
+    texts = [
+        np.stack(list(write(build(config, Mesh(world()), dtype=np.float64, xp=xp), prompts, 10, Sampling()))).tolist()
+        for xp in (cupy, np)
+    ]
     assert texts[0] == texts[1]
 
 

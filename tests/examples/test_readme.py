@@ -38,6 +38,10 @@ TINY = "--layers 1 --width 16 --heads 2 --seq-len 16 --batch 4 --data book.txt -
 MPI = "mpi"  # the small form launches MPI processes
 
 SAVED = f"python examples/train_gpt.py --run runs/a --steps 2 --stop-after 1 {TINY}"  # a run with a checkpoint
+EXPORTED = "mpitrain checkpoint export runs/a gpt2 >log"  # the weights of that run as transformers keeps them
+IMPORTED = f"{EXPORTED}\nmpitrain checkpoint import gpt2 runs/gpt2 >log"
+KEPT = "export MPITRAIN_CACHE=cache"  # what is kept of encoded texts stays here
+WORDS = "mpitrain tokenizer train book.txt words/ --vocab 300 >log"
 THREE = f"python examples/train_gpt.py --run runs/a --steps 4 --save-every 1 --stop-after 3 {TINY}"  # with three
 TRACED = f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --steps 4 --trace --run runs/a {TINY} >log"
 
@@ -69,6 +73,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mpirun -n 4 python train.py": ("mpirun -n 2 python train.py", MPI),
     "mpitrain local -n 4 train.py": ("mpitrain local -n 2 train.py", ""),
     "mpirun -n 8 python examples/train_gpt.py": (f"mpirun -n 2 python examples/train_gpt.py --steps 2 {TINY}", MPI),
+    "mpitrain train --freeze table,positions,blocks.0": (
+        f"mpitrain train --freeze table,positions {TINY} --steps 2",
+        "",
+    ),
+    "mpitrain train --freeze '*,!head,!norm'": (f"mpitrain train --freeze '*,!head,!norm' {TINY} --steps 2", ""),
+    "mpitrain verify --layout dp2,pp2 examples/train_gpt.py --freeze table,positions,blocks.0 --zero 3": (
+        "mpitrain verify --layout pp2 examples/train_gpt.py --freeze table,positions,blocks.0 --zero 3"
+        f" --steps 1 {TINY} --layers 2",
+        "",
+    ),
     "python examples/train_gpt.py --steps 5": (f"python examples/train_gpt.py --steps 5 {TINY}", ""),
     "mpitrain local -n 4 examples/train_gpt.py --steps 5": (
         f"mpitrain local -n 2 examples/train_gpt.py --steps 5 {TINY}",
@@ -77,6 +91,96 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "python examples/01_autograd.py": ("python examples/01_autograd.py", ""),
     "mpitrain local -n 4 examples/02_collectives.py": ("mpitrain local -n 2 examples/02_collectives.py", ""),
     "mpitrain local -n 4 examples/03_data_parallel.py": ("mpitrain local -n 3 examples/03_data_parallel.py", ""),
+    # docs/explanation/attention-masks.md
+    "mpitrain local -n 4 examples/train_gpt.py --model llama-mini --pack --window 32 --dp 2 --cp 2": (
+        "mpitrain local -n 2 examples/train_gpt.py --model llama-tiny --pack --window 8 --cp 2 --steps 2 --batch 4"
+        " --sample-length 4",
+        "",
+    ),
+    # docs/how-to/bring-your-weights.md, docs/reference/checkpoint-commands.md
+    "mpitrain checkpoint import gpt2 runs/gpt2": (
+        f"{SAVED} >log\n{EXPORTED}\nmpitrain checkpoint import gpt2 runs/gpt2",
+        "",
+    ),
+    "mpitrain checkpoint inspect runs/gpt2": (f"{SAVED} >log\n{IMPORTED}\nmpitrain checkpoint inspect runs/gpt2", ""),
+    'mpitrain generate runs/gpt2 --prompt "The meaning of life is"': (
+        f'{SAVED} >log\n{IMPORTED}\nmpitrain generate runs/gpt2 --prompt "The" --length 4',
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --init runs/gpt2 --data notes/ --dp 2 --tp 2 --pp 2 --lr 1e-4": (
+        f"{SAVED} >log\n{IMPORTED}\nmpitrain local -n 2 examples/train_gpt.py --init runs/gpt2 --data notes/ --tp 2"
+        " --steps 2 --batch 4 --sample-length 4",
+        "",
+    ),
+    "python read_weights.py": (f"{SAVED} >log\n{IMPORTED}\npython read_weights.py", ""),
+    "mpitrain checkpoint export runs/mine mine": (
+        f"{SAVED} --run runs/mine >log\nmpitrain checkpoint export runs/mine mine",
+        "",
+    ),
+    "mpitrain checkpoint import llama runs/llama --dtype float32": (
+        f"{SAVED} --model llama-tiny >log\nmpitrain checkpoint export runs/a llama\n"
+        "mpitrain checkpoint import llama runs/llama --dtype float32",
+        "",
+    ),
+    "mpitrain checkpoint export runs/llama/checkpoints/step-00000000 back --shard-size 1GiB": (
+        f"{SAVED} >log\n{IMPORTED}\nmpitrain checkpoint export runs/gpt2/checkpoints/step-00000000 back",
+        "",
+    ),
+    # docs/how-to/use-a-tokenizer.md, docs/how-to/look-at-metrics.md
+    "./run_mpi.sh -n 4 examples/train_gpt.py --data book.txt --tokenizer bpe:8000": (
+        f"{KEPT}\nmpitrain local -n 2 examples/train_gpt.py --tokenizer bpe:300 --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain tokenizer train book.txt words/ --vocab 8000": (
+        "mpitrain tokenizer train book.txt words/ --vocab 300",
+        "",
+    ),
+    'mpitrain tokenizer show words/ --text "It was the best of times"': (
+        f'{WORDS}\nmpitrain tokenizer show words/ --text "It was the best of times"',
+        "",
+    ),
+    "./run_mpi.sh -n 4 examples/train_gpt.py --data book.txt --tokenizer words/": (
+        f"{KEPT}\n{WORDS}\nmpitrain local -n 2 examples/train_gpt.py --tokenizer words/ --steps 2 {TINY}",
+        "",
+    ),
+    **{
+        f"./run_mpi.sh -n 4 examples/train_gpt.py --run runs/a --metrics {kinds}": (
+            f"mpitrain local -n 2 examples/train_gpt.py --run runs/a --metrics {kinds} --steps 2 {TINY}",
+            "",
+        )
+        for kinds in ("csv", "csv,tensorboard")
+    },
+    # docs/how-to/generate-text.md
+    **{
+        f"mpitrain generate runs/a {flags}": (f"{SAVED} >log\nmpitrain generate runs/a {flags} --length 4", "")
+        for flags in (
+            '--prompt "def main("',
+            '--prompt "def main(" --temperature 0',
+            '--prompt "def main(" --top-k 40 --top-p 0.95 --seed 7',
+            '--prompt "def main(" --samples 4',
+        )
+    },
+    "mpitrain generate runs/a --prompt-file prompts.txt --by-line --json": (
+        f"{SAVED} >log\nprintf 'one\\ntwo\\n' >prompts.txt\n"
+        "mpitrain generate runs/a --prompt-file prompts.txt --by-line --json --length 4",
+        "",
+    ),
+    "cat chapter.txt | mpitrain generate runs/a --prompt-file - --length 500": (
+        f"{SAVED} >log\nhead -c 50 book.txt | mpitrain generate runs/a --prompt-file - --length 4",
+        "",
+    ),
+    'mpirun -n 4 mpitrain generate runs/a --prompt "def main(" --tp 2 --pp 2': (
+        f'{SAVED} >log\nmpirun -n 2 mpitrain generate runs/a --prompt "def main(" --tp 2 --length 4',
+        MPI,
+    ),
+    'mpitrain local -n 4 generate runs/a --prompt "def main(" --tp 2 --pp 2': (
+        f'{SAVED} >log\nmpitrain local -n 2 generate runs/a --prompt "def main(" --tp 2 --length 4',
+        "",
+    ),
+    'mpitrain generate runs/a --prompt "def main(" --length 1000 --slide 16': (
+        f'{SAVED} >log\nmpitrain generate runs/a --prompt "def main(" --length 30 --slide 4',
+        "",
+    ),
     # docs/how-to/compare-two-runs.md
     "python examples/train_gpt.py --steps 20 --digests 10 --run runs/one": (
         f"python examples/train_gpt.py --steps 2 --digests 1 --run runs/one {TINY}",
@@ -637,6 +741,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "python resumable.py\nmpitrain local -n 2 resumable.py | grep -q '4 steps are done'; ls runs/own/checkpoints",
         "",
     ),
+    # docs/explanation/llama.md
+    "./run_mpi.sh -n 8 examples/train_gpt.py --model llama-mini --dp 2 --tp 2 --pp 2": (
+        f"mpitrain local -n 4 examples/train_gpt.py --model llama-tiny --tp 2 --pp 2 --steps 2 {TINY}",
+        "",
+    ),
+    "mpitrain verify --layout dp2,tp2,pp2 --layout cp4,tp2,sp,zero3 -- --model llama-tiny": (
+        "mpitrain verify --layout cp2,tp2,sp,zero3 --first 1 -- --model llama-tiny",
+        "",
+    ),
+    # docs/tutorials/your-own-layer-op-and-model.md
+    "python neighbours.py": ("python neighbours.py", ""),
+    "mpitrain local -n 4 neighbours.py --tp 2": ("mpitrain local -n 2 neighbours.py --tp 2", ""),
+    "mpitrain verify --layout dp2 --layout tp2 --layout dp2,tp2 neighbours.py": (
+        "mpitrain verify --layout dp2,tp2 --first 2 neighbours.py",
+        "",
+    ),
     "mpitrain local -n 2 bits.py": ("mpitrain local -n 2 bits.py", ""),
     "mpitrain local -n 2 bits.py --dtype bfloat16": ("python bits.py --dtype bfloat16", ""),
     "mpitrain verify --layout dp2 --layout dp4,full bits.py": (
@@ -711,8 +831,10 @@ SMALLER = {  # how scripts of the documents are made small
     "stale.py": {"load()": 'load("book.txt")', "range(0, 40, 10)": "range(0, 20, 10)"},
     "any_layout.py": {"load()": 'load("book.txt")', "stop_step=20": "stop_step=3"},
     "resumable.py": {"load()": 'load("book.txt")', '"runs/own", 40': '"runs/own", 4', "% 10": "% 2"},
+    "neighbours.py": {"load()": 'load("book.txt")', "stop_step=60": "stop_step=3", "% 20": "% 3"},
     "bits.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
     "read_one.py": {},
+    "read_weights.py": {},
     "sums.py": {},
     "own_experts.py": {"load()": 'load("book.txt")', "stop_step=100": "stop_step=3"},
 }
@@ -805,6 +927,14 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
         found.append(pytest.mark.slow)  # tests/local/test_bug_hunt.py plays what these pages say in full
     if "fuzz_graphs.py --seed" in command or "fuzz_graphs.py --kernels" in command:
         found.append(pytest.mark.slow)  # as the command without these words
+    if " tokenizer " in command or "--tokenizer " in command:
+        found.append(pytest.mark.skipif(find_spec("tokenizers") is None, reason="the extra hf is not installed"))
+    if "tensorboard" in command:
+        found.append(pytest.mark.skipif(find_spec("tensorboardX") is None, reason="the extra tensorboard is missing"))
+    if command != "mpitrain checkpoint import gpt2 runs/gpt2" and (
+        "runs/gpt2" in command or "checkpoint ex" in command or "read_weights" in command
+    ):
+        found.append(pytest.mark.slow)  # as that command; tests/local/test_interchange.py and test_init.py try more
     if "11_digits_cnn" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))

@@ -58,11 +58,22 @@ class Op:
 
 def vocabulary() -> dict[str, Op]:
     """All words, by the name of the function in `mpitrain.autograd.ops`."""
-    from fuzz import words_elementwise, words_experts, words_fused, words_images, words_index, words_reduce, words_shape
+    from fuzz import (
+        words_contraction,
+        words_elementwise,
+        words_experts,
+        words_fused,
+        words_images,
+        words_index,
+        words_llama,
+        words_questions,
+        words_reduce,
+        words_shape,
+    )
 
     modules = (
-        *(words_elementwise, words_reduce, words_shape, words_index),
-        *(words_fused, words_experts, words_images),
+        *(words_elementwise, words_reduce, words_shape, words_index, words_contraction, words_questions),
+        *(words_fused, words_experts, words_images, words_llama),
     )
     words = [op for module in modules for op in module.WORDS]
     assert len({op.name for op in words}) == len(words)

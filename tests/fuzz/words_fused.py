@@ -144,6 +144,7 @@ def draw_attention(g):
     if g.chance(0.4):
         static["rows"] = g.words((b, heads, s))
         static["drop"] = g.choose((0.1, 0.5, 0.9, 0.0))
+    static["window"] = g.choose((1, 2, 3, 5, 20)) if static["causal"] and g.chance(0.4) else None
     static["keep_scores"] = g.chance(0.4)
     return [x], static
 
@@ -154,12 +155,14 @@ def groupings(width):
     return [(heads, kv) for heads, kv in pairs if width % (heads + 2 * kv) == 0]
 
 
-def allowed(shape, heads, causal, mask, rows, drop):
+def allowed(shape, heads, causal, mask, rows, drop, window):
     """(b, heads, s, s): which scores count, and by what each probability is multiplied."""
     b, s = shape[:2]
     see = np.ones((b, heads, s, s), bool)
     if causal:
         see &= np.arange(s)[:, None] >= np.arange(s)
+    if window is not None:
+        see &= np.arange(s)[:, None] - np.arange(s) < window
     if mask is not None:
         see &= mask[:, None, None, :] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
     factor = np.ones((b, heads, s, s))
@@ -168,11 +171,11 @@ def allowed(shape, heads, causal, mask, rows, drop):
     return see, factor
 
 
-def attention(qkv, heads, kv_heads, causal, mask, rows, drop, keep_scores=False):
+def attention(qkv, heads, kv_heads, causal, mask, rows, drop, window, keep_scores=False):
     """Head by head, query by query."""
     b, s, width = qkv.shape
     d, group = width // (heads + 2 * kv_heads), heads // kv_heads
-    see, factor = allowed(qkv.shape, heads, causal, mask, rows, drop)
+    see, factor = allowed(qkv.shape, heads, causal, mask, rows, drop, window)
     y = np.zeros((b, s, heads * d))
     for i in range(b):
         for h in range(heads):
@@ -186,10 +189,10 @@ def attention(qkv, heads, kv_heads, causal, mask, rows, drop, keep_scores=False)
     return y
 
 
-def torch_attention(t, qkv, heads, kv_heads, causal, mask, rows, drop, keep_scores=False):
+def torch_attention(t, qkv, heads, kv_heads, causal, mask, rows, drop, window, keep_scores=False):
     b, s, width = qkv.shape
     d, group = width // (heads + 2 * kv_heads), heads // kv_heads
-    see, factor = (t.from_numpy(np.array(a)) for a in allowed(qkv.shape, heads, causal, mask, rows, drop))
+    see, factor = (t.from_numpy(np.array(a)) for a in allowed(qkv.shape, heads, causal, mask, rows, drop, window))
     parts = qkv.reshape(b, s, kv_heads, group + 2, d).permute(0, 2, 3, 1, 4)
     q = parts[:, :, :group].reshape(b, heads, s, d)
     k, v = (parts[:, :, i].repeat_interleave(group, 1) for i in (group, group + 1))
@@ -208,6 +211,9 @@ def draw_slice_attention(g):
         past.append(fits if fits and g.chance(0.4) else g.leaf((b, g.choose((0, 1, 1, 2, 3, 5)), width), dtype=kind))
     heads, t = static["heads"], s + sum(g.env[each].shape[1] for each in past)
     del static["causal"], static["keep_scores"]
+    # A window that reaches into the first slice: those that no query sees would not even be on the tape.
+    least = t - s - (g.env[past[0]].shape[1] if past else 0) + 2
+    static["window"] = g.integer(least, t + 3) if g.chance(0.3) else None
     if static["mask"] is not None:
         shape = g.choose(((b, t), (b, s, t), (b, heads, s, t), (1, 1, 1, t), (1, heads, s, 1)))
         static["mask"] = g.mask(shape)
@@ -217,7 +223,7 @@ def draw_slice_attention(g):
 def of_slice(whole):
     """Attention of the last slice by that of the whole sequence."""
 
-    def last(x, *past, heads, kv_heads, mask, rows, drop):
+    def last(x, *past, heads, kv_heads, mask, rows, drop, window):
         b, s, _ = x.shape
         before = sum(each.shape[1] for each in past)
         t = before + s
@@ -226,7 +232,7 @@ def of_slice(whole):
             mask = np.concatenate([np.ones((b, heads, before, t), bool), np.broadcast_to(mask, (b, heads, s, t))], 2)
         if rows is not None:
             rows = np.concatenate([np.zeros((b, heads, before), np.uint64), rows], 2)
-        return whole([*past, x], heads, kv_heads, True, mask, rows, drop)[:, before:]
+        return whole([*past, x], heads, kv_heads, True, mask, rows, drop, window)[:, before:]
 
     return last
 
@@ -310,10 +316,11 @@ WORDS = [
        dtype=first_dtype, weight=1.5, blur=norm_blur("{0}", "{1}")),
     Op("attention", draw_attention,
        ("ops.attention({0}, {heads}, {kv_heads}, causal={causal}, mask={mask}, rows={rows}, drop={drop},"
-        " keep_scores={keep_scores})",), attention,
+        " keep_scores={keep_scores}, window={window})",), attention,
        torch_attention, blur=ATTENTION_BLUR, weight=1.5),
     Op("slice_attention", draw_slice_attention,
-       ("ops.slice_attention({0}, [{all}][1:], {heads}, {kv_heads}, mask={mask}, rows={rows}, drop={drop})",),
+       ("ops.slice_attention({0}, [{all}][1:], {heads}, {kv_heads}, mask={mask}, rows={rows}, drop={drop},"
+        " window={window})",),
        of_slice(lambda slices, *how: attention(np.concatenate(slices, 1), *how)),
        lambda t, *inputs, **static: of_slice(lambda slices, *how: torch_attention(t, t.cat(slices, 1), *how))(
            *inputs, **static), blur=SLICE_BLUR),

@@ -18,6 +18,8 @@ def draw_getitem(g):
     shape = g.env[x].shape
     if g.chance(0.35) and shape:
         return draw_fancy(g, x, shape)
+    if g.chance(0.25) and shape:
+        return draw_places(g, x, shape)
     items = []
     for n in shape[: g.integer(0, len(shape) + 1)]:
         if g.chance(0.35) and n:
@@ -57,6 +59,46 @@ def draw_fancy(g, x, shape):
     if not before and not after and g.chance(0.7):
         return [x], {"index": given}
     return [x], {"index": (*before, given, *after)}
+
+
+def draw_places(g, x, shape):
+    """Masks and arrays of integers, which broadcast, among numbers, slices and None."""
+    lengths = g.choose(((), (1,), (3,), (2, 3), (0,)))
+    items, masked, dim = [], None, 0
+    while dim < len(shape):
+        kind = g.choose(("array", "array", "slice", "number", "mask", "new", "stop"))
+        if kind == "stop":
+            break
+        if kind == "new":
+            items.append(None)
+            continue
+        n = shape[dim]
+        if kind == "mask" and masked is None:
+            masked = g.mask(shape[dim : dim + g.integer(1, 3)])
+            items.append(masked)
+            lengths = g.choose(((), (1,), (int(masked.sum()),)))
+            dim += masked.ndim
+            continue
+        if kind == "slice":
+            items.append(draw_slice(g, n))
+        elif n == 0:
+            items.append(slice(None))
+        elif kind == "number":
+            items.append(g.integer(-n, n))
+        else:
+            ids = g.integers(-n, n, [m if g.chance(0.8) else 1 for m in lengths][g.integer(0, 2) if lengths else 0 :])
+            items.append(ids.tolist() if ids.ndim == 1 and ids.size and g.chance(0.2) else ids)
+        dim += 1
+    if g.chance(0.3):
+        items.append(Ellipsis)
+    index = tuple(items)
+    try:
+        y = g.env[x][index]
+    except IndexError:
+        return None
+    if y.ndim > 6 or not any(isinstance(item, (list, np.ndarray)) for item in items):
+        return None
+    return [x], {"index": index}
 
 
 def picked(shape, index):

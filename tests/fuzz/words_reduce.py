@@ -86,6 +86,31 @@ def var(x, correction):
     return sum((x[..., i] - mean) ** 2 for i in range(n)) / (n - correction)
 
 
+def product(x):
+    y = np.ones(x.shape[:-1])
+    for i in range(x.shape[-1]):
+        y = y * x[..., i]
+    return y
+
+
+def torch_product(t, x, dims, keepdims):
+    for dim in dims:
+        x = x.prod(dim, keepdim=True)
+    return x if keepdims else x.squeeze(dims)
+
+
+def draw_cumsum(g):
+    x = g.value(lambda a: a.ndim > 0)
+    return x and ([x], {"dim": g.dim(x)})
+
+
+def cumsum(x, dim):
+    y = np.moveaxis(np.zeros(x.shape), dim, 0)
+    for i, part in enumerate(np.moveaxis(x, dim, 0)):
+        y[i] = part + (y[i - 1] if i else 0)
+    return np.moveaxis(y, 0, dim)
+
+
 def reduction(name, naive, torch, draw=None, calls=None, **more):
     calls = calls or (f"ops.{name}({{0}}, {{dim}}, {{keepdims}})", f"{{0}}.{name}({{dim}}, keepdims={{keepdims}})")
     return Op(name, draw or draw_reduction(1), calls, lines(naive), torch_lines(torch), **more)
@@ -176,6 +201,14 @@ WORDS = [
               draw=draw_var, calls=("ops.var({0}, {dim}, {keepdims}, {correction})",
                                     "{0}.var({dim}, keepdims={keepdims}, correction={correction})"),
               blur="ops.mean({0} * {0} * shake({0}), {dim}, {keepdims})"),
+    reduction("std", lambda x, correction: var(x, correction) ** 0.5,
+              lambda t, x, d, k, correction: t.std(x, d, correction=correction, keepdim=k),
+              draw=draw_var, calls=("ops.std({0}, {dim}, {keepdims}, {correction})",
+                                    "{0}.std({dim}, keepdims={keepdims}, correction={correction})"),
+              blur="ops.mean({0} * shake({0}), {dim}, {keepdims})"),
+    reduction("prod", product, torch_product, draw=draw_reduction(0)),
+    Op("cumsum", draw_cumsum, ("ops.cumsum({0}, {dim})", "{0}.cumsum({dim})"), cumsum,
+       lambda t, x, dim: t.cumsum(x, dim)),
     Op("softmax", draw_softmax, ("ops.softmax({0}, {dim}, {mask})", "ops.softmax({0}, dim={dim}, mask={mask})"),
        softmax, torch_softmax, blur="{0} * shake({0})"),
     Op("log_softmax", draw_log_softmax, ("ops.log_softmax({0}, {dim})",), log_softmax,

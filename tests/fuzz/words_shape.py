@@ -165,6 +165,50 @@ def draw_expand(g):
     return x and ([x], {"dim": g.integer(-g.env[x].ndim - 1, g.env[x].ndim + 1)})
 
 
+def draw_flip(g):
+    x = g.value()
+    ndim = g.env[x].ndim
+    if ndim == 0 or g.chance(0.2):
+        return [x], {"dim": None}
+    if g.chance(0.5):
+        return [x], {"dim": g.integer(-ndim, ndim)}
+    return [x], {"dim": tuple(g.sample(range(ndim), g.integer(0, ndim + 1)))}
+
+
+def torch_flip(t, x, dim):
+    return t.flip(x, tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim)
+
+
+def draw_roll(g):
+    x = g.value(lambda a: a.ndim > 0)
+    return x and ([x], {"shift": g.integer(-9, 10), "dim": g.dim(x)})
+
+
+def draw_tile(g):
+    x = g.value(lambda a: a.size <= 60 and a.ndim < 5)
+    if x is None:
+        return None
+    ndim = g.env[x].ndim
+    if g.chance(0.3):
+        return [x], {"counts": g.integer(0, 4)}
+    return [x], {"counts": tuple(g.choose((0, 1, 1, 1, 2, 2, 3)) for _ in range(g.integer(0, min(ndim + 2, 6))))}
+
+
+def torch_tile(t, x, counts):
+    return x.tile((counts,) if isinstance(counts, int) else counts)
+
+
+def draw_repeat(g):
+    x = g.value(lambda a: a.ndim > 0 and a.size <= 80)
+    return x and ([x], {"count": g.integer(0, 4), "dim": g.dim(x)})
+
+
+def repeat(x, count, dim):
+    parts = [part for part in np.moveaxis(x, dim, 0) for _ in range(count)]
+    y = np.stack(parts) if parts else np.zeros((0, *np.moveaxis(x, dim, 0).shape[1:]))
+    return np.moveaxis(y, 0, dim)
+
+
 def draw_cast(g):
     return [g.value(weights=True)], {"dtype": g.choose(g.dtypes)}
 
@@ -189,6 +233,12 @@ WORDS = [
        lambda x, dim: np.squeeze(x, dim), torch_squeeze),
     Op("expand", draw_expand, ("ops.expand({0}, {dim})",), lambda x, dim: np.expand_dims(x, dim),
        lambda t, x, dim: x.unsqueeze(dim)),
+    Op("flip", draw_flip, ("ops.flip({0}, {dim})",), lambda x, dim: np.flip(x, dim), torch_flip),
+    Op("roll", draw_roll, ("ops.roll({0}, {shift}, {dim})",), lambda x, shift, dim: np.roll(x, shift, dim),
+       lambda t, x, shift, dim: t.roll(x, shift, dim)),
+    Op("tile", draw_tile, ("ops.tile({0}, {counts})",), lambda x, counts: np.tile(x, counts), torch_tile),
+    Op("repeat", draw_repeat, ("ops.repeat({0}, {count}, {dim})",), repeat,
+       lambda t, x, count, dim: x.repeat_interleave(count, dim)),
     Op("cast", draw_cast, ("ops.cast({0}, {dtype})", "{0}.astype({dtype})"), lambda x, dtype: x,
        lambda t, x, dtype: x, dtype=lambda dtypes, static: np.dtype(static["dtype"])),
 ]  # fmt: skip

@@ -18,10 +18,13 @@ from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.data.digits import digits
-from mpitrain.data.images import Images
+from mpitrain.data.images import ImageBatch, Images
 from mpitrain.errors import DataError, MeshError, ShapeError
 from mpitrain.models.cnn import CNN
+from mpitrain.optim import AdamW
+from mpitrain.pipeline.executor import Executor
 from mpitrain.pipeline.partition import Partition
+from mpitrain.pipeline.passes import complete
 from mpitrain.spec import INVARIANT, Shard
 
 
@@ -67,20 +70,46 @@ def test_the_default_is_a_network_for_the_digits():
     assert model.num_parameters == 25_866
 
 
-def test_it_is_the_network_that_pytorch_would_build():
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float64, 1e-9), (np.float32, 1e-5)])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_losses_gradients_and_ten_steps_are_those_of_pytorch(batch_norm, dtype, bound):
+    """Losses and gradients of each step, every weight after ten of them, and running statistics."""
     torch = pytest.importorskip("torch")
-    model = on_one_rank(dtype=np.float64)
-    images = np.random.default_rng(0).standard_normal((3, 8, 8, 1))
-    layers = []
-    for block in model.blocks:
-        out, _, _, channels = block.conv.weight.full_shape
-        conv = torch.nn.Conv2d(channels, out, 3, padding=1, dtype=torch.float64)
-        conv.weight.data = torch.tensor(block.conv.weight.data.transpose(0, 3, 1, 2).copy())
-        conv.bias.data = torch.tensor(block.conv.bias.data.copy())
-        layers += [conv, torch.nn.ReLU(), *([torch.nn.MaxPool2d(2)] if block.pool is not None else [])]
-    x = torch.nn.Sequential(*layers)(torch.tensor(images.transpose(0, 3, 1, 2)))
-    logits = x.permute(0, 2, 3, 1).reshape(3, -1).detach().numpy() @ model.head.weight.data + model.head.bias.data
-    np.testing.assert_allclose(model.logits(images).data, logits, rtol=1e-12, atol=1e-12)
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import twin_cnn
+
+    mesh = Mesh(World(Alone(), "none"))
+    model = CNN(mesh, groups=((4, 6), (8,)), dtype=dtype, seed=5, batch_norm=batch_norm)
+    network = twin_cnn.network(model)
+    names = [p.name for p in model.parameters()]
+    peers = dict(zip(names, network.parameters(), strict=True))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    own = AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    executor = Executor(model, own, mesh, complete("1f1b", ranks=1, microbatches=1))
+    draws = np.random.default_rng(0)
+    for _ in range(10):
+        batch = ImageBatch(draws.standard_normal((12, 8, 8, 1)).astype(dtype), draws.integers(10, size=12), 0)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network(twin_cnn.images(batch.inputs)), torch.tensor(batch.targets))
+        loss.backward()
+        optimizer.step()
+        assert executor.step(batch) == pytest.approx(loss.item(), rel=bound)
+        largest = max(p.grad.abs().max().item() for p in peers.values())
+        for p in model.parameters():
+            peer = twin_cnn.as_ours(p.name, peers[p.name].grad.numpy(), model)
+            assert p.grad.dtype == dtype
+            np.testing.assert_allclose(p.grad, peer, rtol=0, atol=bound * largest, err_msg=p.name)
+    for p in model.parameters():
+        peer = twin_cnn.as_ours(p.name, peers[p.name].detach().numpy(), model)
+        np.testing.assert_allclose(p.data, peer, rtol=0, atol=bound * max(1.0, np.abs(peer).max()), err_msg=p.name)
+    norms = [layer for layer in network if isinstance(layer, torch.nn.BatchNorm2d)]
+    kept = [each.numpy() for norm in norms for each in (norm.running_mean, norm.running_var)]
+    for buffer, peer in zip(model.buffers(), kept, strict=True):
+        np.testing.assert_allclose(buffer.array, peer, rtol=bound, atol=bound, err_msg=buffer.name)
+    network.eval()
+    pixels = draws.standard_normal((3, 8, 8, 1)).astype(dtype)
+    peer = network(twin_cnn.images(pixels)).detach().numpy()
+    np.testing.assert_allclose(model.logits(pixels).data, peer, rtol=10 * bound, atol=10 * bound)
 
 
 def test_stages_one_after_the_other_are_the_whole_model():

@@ -71,6 +71,33 @@ def test_parts_hold_exactly_what_queries_see(size: int, zigzag: bool, causal: bo
             assert (seen == truth).all()
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_parts_of_a_window_hold_exactly_what_queries_see(size: int, zigzag: bool) -> None:
+    length = 6
+    of = [layout.positions(size * length, size, rank, zigzag) for rank in range(size)]
+    for rank in range(size):
+        for source in range(size):
+            for window in range(1, size * length + 3):
+                seen, pairs = np.zeros((length, length), int), 0
+                parts = layout.parts(
+                    rank, source, length, zigzag=zigzag, causal=True, size=size, window=window if window < 20 else None
+                )
+                for part in parts:
+                    num_queries, num_keys = (cut.stop - cut.start for cut in (part.queries, part.keys))
+                    places = np.arange(num_keys)
+                    inside = np.ones((num_queries, num_keys), bool)
+                    if part.causal:
+                        inside &= places <= np.arange(num_queries)[:, None]
+                    if part.since is not None:
+                        inside &= places >= part.since + np.arange(num_queries)[:, None]
+                    assert part.pairs == inside.sum() > 0
+                    seen[part.queries, part.keys] += inside
+                    pairs += part.pairs
+                ahead = of[rank][:, None] - of[source]
+                assert (seen == ((ahead >= 0) & ((ahead < window) | (window >= 20)))).all()
+
+
 class Counted:
     """Kernels that note, a rank, how many pairs of query and key each call computes."""
 
@@ -137,6 +164,35 @@ def test_blocks_without_a_key_of_the_same_document_are_not_computed(monkeypatch:
     run(compare, 4)
     for calls in (counted.forward, counted.backward):
         assert calls == {rank: [36] for rank in range(4)}
+
+
+def test_documents_that_go_on_behind_others_have_no_first_keys() -> None:
+    """Where each lies together a query has one, and padding sees nothing; else there is a mask by query and key."""
+    together = np.array([[3, 3, 0, 0, 0, -1], [-1, 1, 2, 2, -1, -1]])
+    assert layout.first_keys(together) is not None
+    assert layout.seen_by(together, causal=True).tolist() == [[0, 0, 2, 2, 2, 6], [1, 1, 2, 2, 5, 6]]
+    apart = np.array([[3, 3, 0, 0, 3, -1], [0, 0, 0, 0, 0, 0]])
+    assert layout.first_keys(apart) is None
+    for documents, causal in ((apart, True), (together, False)):
+        assert np.array_equal(layout.seen_by(documents, causal), layout.same_document(documents, documents))
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_documents_in_any_order(ranks: int, way: str) -> None:
+    p = checks.problem(ranks, 2 * ranks, ranks, packed=True)
+    assert p.documents is not None
+    p = p._replace(documents=np.random.default_rng(0).permutation(p.documents, axis=1))
+    run(lambda w: checks.equals_dense(p, checks.cp_of(w), way), ranks)
+
+
+def test_hops_beyond_a_window_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 tokens on 4 ranks in windows of 3: a rank computes with its own block, and the end of the one before."""
+    counted = Counted(monkeypatch)
+    p = checks.problem(4, 1, 1, b=1, chunk=4, window=3)
+    run(lambda w: checks.equals_dense(p, checks.cp_of(w), "contiguous"), 4)
+    for calls in (counted.forward, counted.backward):
+        assert calls == {0: [36], 1: [36, 2 * 2], 2: [36, 2 * 2], 3: [36, 2 * 2]}
 
 
 # -- merging
@@ -321,5 +377,8 @@ def test_the_tape_says_what_it_is() -> None:
         return str(tape)
 
     printed, _ = LocalWorld(2).run(main)
-    assert "ring_attention(%0, const, const; heads=4, kv_heads=2, causal=True, drop=0.0, zigzag=True, cp)" in printed
+    assert (
+        "ring_attention(%0, const, const; heads=4, kv_heads=2, causal=True, drop=0.0, window=None, zigzag=True, cp)"
+        in printed
+    )
     assert "Shard(1) -> Shard(1)  (2, 6, 16) float64" in printed

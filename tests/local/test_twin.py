@@ -9,14 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from twin import TwinTrainer, lr_factor, num_targets  # noqa: E402
-from twin_gpt import TwinGPT, load_initial_values, mpitrain_order  # noqa: E402
+from twin import TWINS, TwinTrainer, lr_factor, num_targets  # noqa: E402
 
 from mpitrain.comm.mesh import Mesh  # noqa: E402
 from mpitrain.comm.world import world  # noqa: E402
 from mpitrain.data.corpus import load  # noqa: E402
 from mpitrain.data.tokens import Tokens  # noqa: E402
-from mpitrain.models.gpt import GPT, GPTConfig  # noqa: E402
+from mpitrain.models.families import build  # noqa: E402
+from mpitrain.models.gpt import GPTConfig  # noqa: E402
+from mpitrain.models.llama import LlamaConfig  # noqa: E402
+from mpitrain.nn.rotary import Scaling  # noqa: E402
 from mpitrain.optim.adam import AdamW  # noqa: E402
 from mpitrain.optim.lr import cosine, warmup_updates  # noqa: E402
 from mpitrain.pipeline.executor import Executor  # noqa: E402
@@ -40,13 +42,15 @@ def one_thread():
     [
         GPTConfig(layers=2, width=32, heads=4, seq_len=16),
         GPTConfig(layers=1, width=24, heads=2, seq_len=16, tied=True, gelu="erf"),
+        LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, seq_len=16),
+        LlamaConfig(layers=1, width=24, heads=2, seq_len=16, tied=True, rope_scaling=Scaling("llama3", 8, original=16)),
     ],
-    ids=["untied, tanh", "tied, erf"],
+    ids=["untied, tanh", "tied, erf", "llama, groups", "llama, tied, scaled"],
 )
 def test_ten_losses_and_then_every_weight_equal_the_twins(config, one_thread):
     tokens = Tokens(load(), config.seq_len, SEED)
     mesh = Mesh(world())
-    model = GPT(config, mesh, seed=SEED, dtype=np.float64)
+    model = build(config, mesh, seed=SEED, dtype=np.float64)
     optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     warmup = warmup_updates(WARMUP, STEPS)
     executor = Executor(
@@ -74,26 +78,31 @@ def test_ten_losses_and_then_every_weight_equal_the_twins(config, one_thread):
         twins.append(twin.step(batch, num_targets(tokens, BATCH, batch.step)).item())
     np.testing.assert_allclose(losses, twins, rtol=0, atol=1e-9)
     assert losses[-1] < losses[0] - 0.1  # it has learned, so there was something to differ in
-    weights = mpitrain_order(twin.model, config)
+    weights = TWINS[config.family].mpitrain_order(twin.model, config)
     for p in model.parameters():
         np.testing.assert_allclose(p.data, weights[p.name], rtol=0, atol=1e-9, err_msg=p.name)
     windows = [next(tokens.validation(8))]
     assert executor.evaluate(windows) == pytest.approx(twin.evaluate(windows), abs=1e-9)
 
 
-def test_the_twin_decays_the_weights_that_mpitrain_decays():
-    config = GPTConfig(layers=1, width=16, heads=2, seq_len=8)
+SMALL = [GPTConfig(layers=1, width=24, heads=3, seq_len=8), LlamaConfig(layers=1, width=24, heads=3, seq_len=8)]
+SMALL += [LlamaConfig(layers=1, width=24, heads=4, kv_heads=2, seq_len=8)]
+
+
+@pytest.mark.parametrize("config", SMALL, ids=["gpt", "llama", "llama, groups"])
+def test_the_twin_decays_the_weights_that_mpitrain_decays(config):
     twin = dict(TwinTrainer(config).model.named_parameters())
-    for p in GPT(config, Mesh(world())).parameters():
+    for p in build(config, Mesh(world())).parameters():
         assert p.decay == (twin[p.name].ndim >= 2), p.name
 
 
-def test_values_go_to_the_twin_and_come_back_unchanged():
-    config = GPTConfig(layers=1, width=24, heads=3, seq_len=8)
-    twin = TwinGPT(config)
-    load_initial_values(twin, config, SEED, np.float64)
-    back = mpitrain_order(twin, config)
-    for p in GPT(config, Mesh(world()), seed=SEED, dtype=np.float64).parameters():
+@pytest.mark.parametrize("config", SMALL, ids=["gpt", "llama", "llama, groups"])
+def test_values_go_to_the_twin_and_come_back_unchanged(config):
+    of = TWINS[config.family]
+    twin = of.Twin(config)
+    of.load_initial_values(twin, config, SEED, np.float64)
+    back = of.mpitrain_order(twin, config)
+    for p in build(config, Mesh(world()), seed=SEED, dtype=np.float64).parameters():
         np.testing.assert_array_equal(p.data, back[p.name], err_msg=p.name)
 
 

@@ -84,9 +84,21 @@ def exact(q, k, v, grad, y, lse, causal, mask, rows, drop, keys):
     return expected, bounds
 
 
-def assert_accurate(arrays, *, causal=True, mask=None, rows=None, drop=0.0, keys=None):
+def band(s, t, since):
+    """(1, 1, s, t) the mask that hides the keys before `since` + i from query i."""
+    return (np.arange(t) >= since + np.arange(s)[:, None])[None, None]
+
+
+def assert_accurate(arrays, *, causal=True, mask=None, rows=None, drop=0.0, keys=None, since=None, firsts=None):
     dtype = arrays[0].dtype.type
-    results = attend(*arrays, causal=causal, mask=mask, rows=rows, drop=drop, keys=keys)
+    how = {"since": since, "firsts": firsts}
+    results = attend(*arrays, causal=causal, mask=mask, rows=rows, drop=drop, keys=keys, **how)
+    if firsts is not None:
+        seen = (np.arange(arrays[1].shape[2]) >= firsts[:, :, None])[:, None]
+        mask = seen if mask is None else mask & seen
+    if since is not None:
+        seen = band(arrays[0].shape[2], arrays[1].shape[2], since)
+        mask = seen if mask is None else mask & seen
     wide = [a.astype(HIGHER[dtype]) for a in (*arrays, results[0], results[1])]
     expected, bounds = exact(*wide, causal, mask, rows, drop, keys)
     for name, result, y, bound in zip(("out", "lse", "dq", "dk", "dv"), results, expected, bounds, strict=True):

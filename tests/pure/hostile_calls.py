@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import h5py
@@ -22,9 +23,17 @@ from mpitrain.compare.report import of_walk, text_of
 from mpitrain.compare.sources import source
 from mpitrain.compare.walk import walk
 from mpitrain.curve import loss_curve
+from mpitrain.data import encoded
 from mpitrain.data.corpus import load as load_corpus
-from mpitrain.metrics import MetricsWriter, read_metrics
+from mpitrain.data.tokenizer import Tokenizer
+from mpitrain.errors import UserError
+from mpitrain.interchange import exporting, importing  # noqa: F401  # before a fork does it
+from mpitrain.interchange.command import TOOLS as OF_OTHERS
+from mpitrain.metrics import read_metrics
+from mpitrain.metrics.sinks import Sinks
 from mpitrain.train import main
+
+WORDS = types.SimpleNamespace(vocab_size=300)
 
 
 def look(path, names=None):
@@ -115,9 +124,39 @@ def corpus(path):
 
 
 def metrics(path, first_step):
-    with MetricsWriter(path, first_step) as writer:
+    with Sinks(Path(path).parent, first_step, frozenset({"csv"}), {}) as writer:
         writer.write(1 << 62, loss=1.0)
     return len(loss_curve(read_metrics(path), "title", "caption"))
+
+
+def imported(theirs, run):
+    """Another tool's weights, as a run and written again; a refusal leaves nothing behind."""
+    os.chdir(os.path.dirname(run))  # what is removed is opened by its name in a folder that is open
+    before = sorted(os.listdir())
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = command.main(["import", theirs, run], OF_OTHERS)
+        except UserError:
+            assert sorted(os.listdir()) == before
+            raise
+        return code, command.main(["export", run, f"{run}-again"], OF_OTHERS)
+
+
+def tokenizer(path):
+    """A text in words and back, at once and word by word."""
+    words = Tokenizer.read(path)
+    tokens = words.encode("the cat, naïve 世界\n\n  x = 1 <|endoftext|>")
+    stream = words.stream()
+    told = "".join([stream.add(token) for token in tokens] + [stream.end()])
+    assert all(0 <= token < words.vocab_size for token in tokens)
+    return len(told), len(words.decode(tokens)), words.special, len(words.encode_all(["a", ""])[1])
+
+
+def encoded_text(cache, key):
+    """An encoded text that lies in the cache: it is whole, or there is none."""
+    os.environ["MPITRAIN_CACHE"] = cache
+    found = encoded.opened(key, WORDS)
+    return None if found is None else (str(found), int(found.train.sum()) + int(found.val.sum()))
 
 
 def board(run_folder):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import compared_runs
 import h5py
+import hf_models
 import hostile_checkpoints as checkpoints
 import hostile_hdf5
 import numpy as np
@@ -23,6 +24,8 @@ from fuzz.mangle import changed, mangled
 
 from mpitrain.checkpoint.tools import command
 from mpitrain.config import Config
+from mpitrain.data import encoded
+from mpitrain.data.corpus import fingerprint
 
 VALUES = hostile_hdf5.VALUES.tolist()
 
@@ -62,9 +65,62 @@ class Bases:
         self.digests = folder / "digested"
         compared_runs.run(self.digests, compared_runs.case("dp2"), compared_runs.case("dp2").layout)
         self.settings = Config(steps=3, data="text").to_toml().encode()
+        self.weights = {}
+        for name, shards in (("gpt2", 1), ("llama-groups", 2)):
+            held = hf_models.tensors(hf_models.CASES[name])
+            self.weights[name] = hf_models.write(folder / name, hf_models.CASES[name], held, shards)
+        self.tokenizer = json.dumps(_words()).encode()
+        self.encoded = _encoded()
         self.metrics = b"".join(
             b'{"step": %d, "loss": 5.%d, "lr": 1e-3, "val_loss": 4.5}\n' % (n, n) for n in range(1, 30)
         )
+
+
+def _words():
+    """A tokenizer.json with every kind of part that is taken."""
+    letters = [*"abcdefghijklmnopqrstuvwxyzĠĊ▁", *(f"<0x{n:02X}>" for n in range(256)), "<unk>"]
+    merges = [["t", "h"], ["th", "e"], ["Ġ", "c"]]
+    every = letters + ["".join(pair) for pair in merges]
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    split = {"type": "Split", "pattern": {"Regex": r" ?\p{L}+|\s+"}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": len(every), "content": "<|endoftext|>", **added}],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "NFC"}, {"type": "Prepend", "prepend": "▁"}, replace],
+        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level, metaspace]},
+        "post_processor": byte_level,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, byte_level, strip]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {word: number for number, word in enumerate(every)},
+            "merges": merges,
+        },
+    }
+
+
+def _encoded():
+    """What `data.encoded` keeps of a text."""
+    tokens = np.arange(300, dtype="<u2")
+    ends = np.array([90, 300], "<i8")
+    sums = fingerprint(tokens[:280], tokens[280:]), encoded._sha256_of(ends)
+    about = encoded._About("text", ("a.txt", "b.txt"), (), (280, 20), (700, 50), 2, *sums)
+    return encoded._header(about, 4096) + tokens.tobytes() + ends.tobytes()
 
 
 def _plain(path, libver):
@@ -177,6 +233,40 @@ def metrics(draw: random.Random, bases: Bases, folder: Path) -> Case:
     return Case(["metrics", str(path), draw.choice((1, 3, 12, 40))])
 
 
+def tokenizer(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A tokenizer.json with other bytes, or other values."""
+    path = folder / "tokenizer.json"
+    text = bases.tokenizer
+    if draw.random() < 0.2:
+        text = mangled(draw, text, b'[]{}:,"0\\u001b')
+    else:
+        held = json.loads(text)
+        words = {name: held["model"].pop(name) for name in ("vocab", "merges") if draw.random() < 0.8}
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            held = changed(draw, held)
+        if isinstance(held, dict) and isinstance(held.get("model"), dict):
+            held["model"] |= words
+        text = json.dumps(held).encode()
+    path.write_bytes(text)
+    return Case(["tokenizer", str(path)])
+
+
+def encoded_text(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """An encoded text in the cache: other bytes anywhere, another header, another length."""
+    (folder / "tokens").mkdir()
+    text = bases.encoded
+    match draw.randrange(3):
+        case 0:
+            text = mangled(draw, text, text[:200])
+        case 1:
+            about = json.dumps(changed(draw, json.loads(text[16:4096]))).encode()
+            text = text[:16] + about.ljust(4080) + text[4096:]
+        case 2:
+            text = mangled(draw, text[:16], text[:8]) + text[16:]
+    (folder / "tokens" / "key.tokens").write_bytes(text)
+    return Case(["encoded_text", str(folder), "key"])
+
+
 def page(draw: random.Random, bases: Bases, folder: Path) -> Case:
     """A copy of a rank's page of the flight board."""
     (folder / "board").mkdir()
@@ -229,6 +319,28 @@ def digests(draw: random.Random, bases: Bases, folder: Path) -> Case:
     return Case(["compared", str(folder / "sound"), str(folder / "changed")])
 
 
+def weights(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A folder of another tool's weights: a header, an index or settings with other values, or other bytes anywhere."""
+    made = folder / "theirs"
+    shutil.copytree(bases.weights[draw.choice(tuple(bases.weights))], made)
+    path = draw.choice(sorted(made.iterdir()))
+    whole = path.read_bytes()
+    is_json = path.suffix == ".json"
+    length = 0 if is_json else int.from_bytes(whole[:8], "little")
+    text, rest = (whole, b"") if is_json else (whole[8 : 8 + length], whole[8 + length :])
+    match draw.randrange(4):
+        case 0:
+            whole = mangled(draw, whole, whole)
+        case 1:
+            text = mangled(draw, text, b'[]{}:,"0\\u001b')
+            whole = text if is_json else len(text).to_bytes(8, "little") + text + rest
+        case 2 | 3:
+            text = json.dumps(changed(draw, json.loads(text))).encode()
+            whole = text if is_json else len(text).to_bytes(8, "little") + text + rest
+    path.write_bytes(whole)
+    return Case(["imported", str(made), str(folder / "run")])
+
+
 KINDS: dict[str, Callable[[random.Random, Bases, Path], Case]] = {
     function.__name__: function
     for function in (
@@ -243,5 +355,8 @@ KINDS: dict[str, Callable[[random.Random, Bases, Path], Case]] = {
         page,
         recording,
         digests,
+        weights,
+        tokenizer,
+        encoded_text,
     )
 }

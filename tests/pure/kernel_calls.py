@@ -132,6 +132,25 @@ def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> 
         center = exact.mean(1, keepdims=True) - exact[:, :1]
         rstd = 1 / np.sqrt(exact.var(1, keepdims=True) + 1e-5)
         return normal(*matrix), x, center.astype(wide(dtype)), rstd.astype(wide(dtype)), weight, normal(*matrix)
+    if kernel == "rms_norm":
+        return 2 * normal(*matrix) + 1, normal(*vector)
+    if kernel == "residual_rms_norm":
+        return normal(*matrix), normal(*matrix) + 3, normal(*vector), hashes(rows), normal(*vector)
+    if kernel == "rms_norm_backward":
+        x = 2 * normal(*matrix) + 1
+        rstd = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5)
+        return normal(*matrix), x, rstd.astype(wide(dtype)), normal(*vector), normal(*matrix)
+    if kernel == "swiglu":
+        return 3 * normal(*matrix), normal(*matrix)
+    if kernel == "swiglu_backward":
+        return normal(*matrix), 3 * normal(*matrix), normal(*matrix)
+    if kernel == "rotary":  # one group of two heads of queries, one of keys and one of values, 2 width wide
+        angles = 9 * rng.standard_normal(matrix)
+        return normal(rows, 8 * width), np.cos(angles).astype(wide(dtype)), np.sin(angles).astype(wide(dtype))
+    if kernel in ("rotary_pack", "rotary_unpack"):
+        qkv, cos, sin = arguments("rotary", dtype, rows, width, seed)
+        parts = (qkv[:, : 4 * width], qkv[:, 4 * width :]) if kernel == "rotary_pack" else (qkv,)
+        return *(part.copy() for part in parts), cos, sin
     if kernel == "softmax":
         return (4 * normal(*matrix),)
     if kernel == "softmax_backward":
@@ -177,6 +196,16 @@ CALLS: dict[str, Callable[..., Sequence[Any]]] = {
     ),
     "layer_norm": lambda x, weight, bias: kernels.layer_norm(x, weight, bias, 1e-5),
     "layer_norm_backward": lambda *arrays: kernels.layer_norm_backward(*arrays),
+    "rms_norm": lambda x, weight: kernels.rms_norm(x, weight, 1e-5),
+    "residual_rms_norm": lambda x, y, branch_bias, rows, weight: kernels.residual_rms_norm(
+        x, y, branch_bias, rows, DROP, weight, 1e-5
+    ),
+    "rms_norm_backward": lambda *arrays: kernels.rms_norm_backward(*arrays),
+    "swiglu": lambda gate, up: [kernels.swiglu(gate, up)],
+    "swiglu_backward": lambda *arrays: kernels.swiglu_backward(*arrays),
+    "rotary": lambda x, cos, sin: [kernels.rotary(x[None], 2, 1, cos, sin)[0]],
+    "rotary_pack": lambda q, kv, cos, sin: [kernels.rotary_pack(q[None], kv[None], 2, 1, cos, sin)[0]],
+    "rotary_unpack": lambda x, cos, sin: [part[0] for part in kernels.rotary_unpack(x[None], 2, 1, cos, sin)],
     "softmax": lambda x: [kernels.softmax(x, -1, None)],
     "softmax_backward": lambda grad, y: [kernels.softmax_backward(grad, y, -1)],
     "cross_entropy": lambda logits, targets: kernels.cross_entropy(logits, targets, IGNORE),
@@ -210,11 +239,13 @@ def attend(
     rows: np.ndarray | None = None,
     drop: float = 0.0,
     keys: np.ndarray | None = None,
+    since: int | None = None,
+    firsts: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """[out, lse, dq, dk, dv] of attention and its backward, written `into` the first, third, fourth and fifth."""
     out, dq, dk, dv = into or [np.empty(x.shape, q.dtype) for x in (q, q, k, v)]
     setting = {"scale": 1 / math.sqrt(max(1, q.shape[3])), "causal": causal, "mask": mask, "rows": rows, "drop": drop}
-    setting["keys"] = keys
+    setting |= {"keys": keys, "since": since, "firsts": firsts}
     lse = kernels.attention(q, k, v, out, **setting)
     kernels.attention_backward(grad, q, k, v, out, lse, dq, dk, dv, **setting)
     return [out, lse, dq, dk, dv]

@@ -30,7 +30,7 @@ def level(request):
 IN_BLOCKS = pytest.mark.parametrize("level", ["numpy"], indirect=True)  # the compiled kernels have their own
 
 
-def plain_attention(qkv, heads, kv_heads=None, causal=True, mask=None, rows=None, drop=0.0):
+def plain_attention(qkv, heads, kv_heads=None, causal=True, mask=None, rows=None, drop=0.0, window=None):
     """Attention from its formula, with the matrix of probabilities; keys and values are repeated for their group."""
     b, s, width = qkv.shape
     kv_heads = kv_heads or heads
@@ -39,8 +39,12 @@ def plain_attention(qkv, heads, kv_heads=None, causal=True, mask=None, rows=None
     q = parts[:, :, :g].reshape(b, heads, s, d)
     k, v = (ops.stack([parts[:, :, i]] * g, 2).reshape(b, heads, s, d) for i in (g, g + 1))
     allowed = np.tril(np.ones((s, s), bool)) if causal else np.ones((s, s), bool)
+    if window is not None:
+        allowed = allowed & ~np.tril(np.ones((s, s), bool), -window)
     allowed = np.broadcast_to(allowed, (b, heads, s, s))
-    if mask is not None:
+    if mask is not None and mask.dtype != bool:
+        allowed = allowed & (np.arange(s) >= mask[:, :, None])[:, None]
+    elif mask is not None:
         allowed = allowed & (mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask)
     p = ops.softmax(q @ k.swap(-1, -2) * (1 / math.sqrt(d)), mask=allowed)
     if rows is not None:
@@ -58,6 +62,9 @@ ATTENTION = {
     "documents": {"mask": DOCUMENTS},
     "per head": {"mask": RNG.random((1, 3, 5, 5)) > 0.3, "causal": False},
     "dropout": {"rows": ROWS, "drop": 0.3},
+    "window": {"window": 2},
+    "first keys": {"mask": np.array([[0, 0, 2, 2, 2], [0, 1, 1, 4, 4]])},
+    "all of it in a window": {"window": 3, "mask": DOCUMENTS, "rows": ROWS, "drop": 0.3},
     "everything": {"mask": DOCUMENTS, "rows": ROWS, "drop": 0.3, "causal": False},
 }
 

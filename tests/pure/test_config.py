@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.config import MODELS, OPTIONS, Config, load, parse, parse_first, usage, wants_help, write
+from mpitrain.catalog import MODELS
+from mpitrain.config import OPTIONS, Config, load, parse, parse_first, usage, wants_help, write
 from mpitrain.config_rules import check_layout, check_memory
 from mpitrain.errors import ConfigError
 from mpitrain.options import Interval, _toml, show

@@ -18,6 +18,7 @@ from mpitrain.kernels import reference
 
 STORED = [name for name in CALLS if name != "adamw"]  # masters and moments are never halves
 KERNELS = pytest.mark.parametrize("kernel", STORED)
+AFTER_A_BRANCH = ("residual_norm", "residual_rms_norm")  # whose norm is that of the rounded sum
 SHAPES = [(5, 33), (1, 17), (4, 1), (67, 16), (150, 257), (3, 4099)]  # one block and many, within a group and beyond
 FEWER = [(5, 33), (70, 100)]
 
@@ -25,10 +26,10 @@ FEWER = [(5, 33), (70, 100)]
 def singles(kernel, arrays):
     """What float32 makes of the same numbers, before it is rounded."""
     arrays = [values(array) for array in arrays]
-    if kernel != "residual_norm":
+    if kernel not in AFTER_A_BRANCH:
         return call(kernel, arrays)
-    x, y, branch_bias, rows, weight, bias = arrays
-    return [kernels.residual(x, y, branch_bias, rows, DROP), weight, bias]
+    x, y, branch_bias, rows, *norm = arrays
+    return [kernels.residual(x, y, branch_bias, rows, DROP), *norm]
 
 
 def expected(kernel, arrays, half):
@@ -37,9 +38,12 @@ def expected(kernel, arrays, half):
     if kernel == "residual_norm":  # the norm of the rounded sum, as that is what backward will find
         total = kernels.narrow(results[0], half)
         return [total, *kernels.layer_norm(total, *arrays[4:], 1e-5)]
-    kept = {"layer_norm": (1, 2), "layer_norm_backward": (1, 2), "gelu_backward": (1,), "combine_backward": (1,)}.get(
-        kernel, ()
-    )
+    if kernel == "residual_rms_norm":
+        total = kernels.narrow(results[0], half)
+        return [total, *kernels.rms_norm(total, *arrays[4:], 1e-5)]
+    single = {"layer_norm": (1, 2), "layer_norm_backward": (1, 2), "gelu_backward": (1,), "combine_backward": (1,)}
+    single |= {"rms_norm": (1,), "rms_norm_backward": (1,)}
+    kept = single.get(kernel, ())
     if kernel in ("cross_entropy", "row_sum", "sum_of_squares"):
         return results
     return [y if i in kept else kernels.narrow(y, half) for i, y in enumerate(results)]
@@ -64,7 +68,7 @@ def test_a_kernel_of_halves_is_that_of_singles_rounded_once(kernel, half, level)
             assert same_bits(results, right), shape
 
 
-@pytest.mark.parametrize("kernel", [k for k in STORED if k not in ("residual_norm", "sum_of_squares")])
+@pytest.mark.parametrize("kernel", [k for k in STORED if k not in (*AFTER_A_BRANCH, "sum_of_squares")])
 @HALVES
 def test_a_kernel_of_halves_is_within_half_a_digit_of_the_formula(kernel, half, level):
     """In float64, of the same numbers; float32 on the way is worth 1e-5 of the largest."""

@@ -15,12 +15,14 @@ from mpitrain.errors import ShapeError
 from mpitrain.nn import init
 from mpitrain.nn.materialize import materialize
 from mpitrain.nn.parameter import Parameter
+from mpitrain.nn.rotary import frequencies, tables
 from mpitrain.rng import absorb, stream_key
 
 RNG = np.random.default_rng(11)
 IDS = np.array([[3, 0, 3], [-2, 3, 1]])
 MASK = np.array([[True, False, True, True], [False, False, False, False], [True, True, True, True]])
 ROWS = absorb(stream_key(5, "rows"), np.arange(3))
+ANGLES = tables(np.arange(3), frequencies(4), np.float16)
 
 
 def normal(*shape):
@@ -47,7 +49,7 @@ CASES = {
     "where": [(lambda a, b: ops.where(X > 0, a, b), X, V), (lambda a: ops.where(X > 0, a, -0.3), X)],
     **{
         name: [(getattr(ops, name), X)]
-        for name in ("neg", "abs", "exp", "tanh", "sigmoid", "relu", "sin", "cos", "erf")
+        for name in ("neg", "abs", "exp", "tanh", "sigmoid", "silu", "softplus", "relu", "sin", "cos", "erf")
     },
     **{name: [(getattr(ops, name), Y)] for name in ("log", "sqrt")},
     "clip": [(lambda x: ops.clip(x, -0.3, 0.6), X)],
@@ -65,8 +67,28 @@ CASES = {
             (lambda x, f=f: f(x, 0), X),
             (lambda x, f=f: f(x, (0, 2), True), normal(2, 3, 4)),
         ]
-        for name, f in {n: getattr(ops, n) for n in ("sum", "mean", "max", "min", "logsumexp", "var")}.items()
+        for name, f in {
+            n: getattr(ops, n) for n in ("sum", "mean", "max", "min", "logsumexp", "var", "std", "prod")
+        }.items()
     },
+    "einsum": [
+        (lambda a, b: ops.einsum("ij,jk->ki", a, b), X, normal(4, 2)),
+        (lambda a, b: ops.einsum("bij,bj->b", a, b), normal(2, 3, 4), normal(2, 4)),
+        (lambda a, b: ops.einsum("ij,j->ji", a, b), X, V),
+    ],
+    "cumsum": [(ops.cumsum, X), (lambda x: ops.cumsum(x, 0), X)],
+    **{
+        name: [(lambda a, b, f=f: ops.where(f(a, b), a, b), X, V), (lambda a, f=f: ops.where(f(a, 0.3), a, 0.3), X)]
+        for name, f in {
+            n: getattr(ops, n) for n in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+        }.items()
+    },
+    "argmax": [(lambda x: ops.gather_along(x, x.argmax(0, True), 0), X)],
+    "argmin": [(lambda x: ops.gather_along(x, x.argmin(0, True), 0), X)],
+    "flip": [(ops.flip, X)],
+    "roll": [(lambda x: ops.roll(x, 1), X)],
+    "tile": [(lambda x: ops.tile(x, (2, 3)), X)],
+    "repeat": [(lambda x: ops.repeat(x, 3, 0), X)],
     "softmax": [(ops.softmax, X), (lambda x: ops.softmax(x, 0), X), (lambda x: ops.softmax(x, mask=MASK), X)],
     "log_softmax": [(ops.log_softmax, X), (lambda x: ops.log_softmax(x, 0), X)],
     "reshape": [(lambda x: x.reshape(2, -1), X)],
@@ -80,13 +102,21 @@ CASES = {
     "squeeze": [(lambda x: x.squeeze(1), normal(3, 1, 4))],
     "expand": [(lambda x: ops.expand(x, 1), X)],
     "cast": [(lambda x: (x if x.dtype == np.float64 else x.astype(np.float32)) * 1.0, X)],
-    "getitem": [(lambda x: x[1:, ::2], X), (lambda x: x[IDS], normal(4, 2))],
+    "getitem": [
+        (lambda x: x[1:, ::2], X),
+        (lambda x: x[IDS], normal(4, 2)),
+        (lambda x: x[IDS, IDS[0] % 2], normal(4, 2)),
+    ],
     "take": [(lambda x: ops.take(x, IDS), normal(4, 2)), (lambda x: ops.take(x, IDS, 1), normal(2, 4, 3))],
     "gather_along": [(lambda x: ops.gather_along(x, IDS, 1), normal(2, 4))],
     "linear": [(ops.linear, normal(2, 3, 4), normal(4, 5), normal(5)), (ops.linear, X, normal(4, 2))],
     "conv2d": [
         (lambda x, w, b: ops.conv2d(x, w, b, padding=1), normal(2, 4, 4, 3), normal(5, 3, 3, 3), normal(5)),
         (lambda x, w: ops.conv2d(x, w, stride=2), normal(2, 4, 4, 3), normal(5, 2, 2, 3)),
+    ],
+    "avg_pool2d": [(ops.avg_pool2d, normal(2, 4, 4, 3)), (lambda x: ops.avg_pool2d(x, 3, 1, 1), normal(2, 4, 4, 3))],
+    "normalize": [
+        (lambda x, w, b: ops.normalize(x, np.array([[0.3] * 4, [1.7] * 4], np.float32), w, b), X, V, normal(4)),
     ],
     "max_pool2d": [(ops.max_pool2d, normal(2, 4, 4, 3)), (lambda x: ops.max_pool2d(x, 3, 1), normal(2, 4, 4, 3))],
     "gelu_tanh": [(ops.gelu_tanh, X), (ops.gelu_tanh, X, V)],
@@ -98,6 +128,13 @@ CASES = {
     "residual_norm": [
         (lambda x, y, b, *norm: total(ops.residual_norm(x, y, b, *norm, rows=ROWS, p=0.25)), X, Y, V, normal(4), V)
     ],
+    "rms_norm": [(ops.rms_norm, normal(3, 9), normal(9))],
+    "residual_rms_norm": [
+        (lambda x, y, b, w: total(ops.residual_rms_norm(x, y, b, w, rows=ROWS, p=0.25)), X, Y, V, normal(4))
+    ],
+    "swiglu": [(ops.swiglu, X, Y)],
+    "pack_rotary": [(lambda q, kv: ops.pack_rotary(q, kv, 2, 1, *ANGLES), normal(2, 3, 8), normal(2, 3, 8))],
+    "rotary": [(lambda x: ops.rotary(x, 2, 1, *ANGLES), normal(2, 3, 16))],
     "gates": [
         (lambda p: ops.gates(p, IDS % 4), positive(2, 4)),
         (lambda p: ops.gates(p, IDS % 4, True), positive(2, 4)),
@@ -126,7 +163,7 @@ def test_values_and_gradients_are_those_of_the_same_numbers_in_double(name, half
         v = np.random.default_rng(5).standard_normal(y.shape).astype(y.dtype)
         exact, others = run(function, *(values(x, np.float64) for x in halves), seed=v.astype(np.float64))
         assert (y.dtype == np.float32) if name in SINGLE else (y.dtype == half), y.dtype
-        digits = 2 if name == "residual_norm" else 0.51  # of a sum that was rounded, and added once more
+        digits = 2 if name.startswith("residual_") else 0.51  # of a sum that was rounded, and added once more
         bound = digits * EPS[half] * np.abs(exact) + (2 if digits == 2 else 0.01) * EPS[half]
         assert (np.abs(values(y, np.float64) - exact) <= bound).all()
         for x, grad, expected in zip(halves, grads, others, strict=True):

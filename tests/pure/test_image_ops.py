@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from op_calls import assert_same, run
 
+from mpitrain import kernels
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.gradcheck import check
-from mpitrain.autograd.ops import convolution
-from mpitrain.autograd.ops.windows import Windows
 from mpitrain.debug.flops import BACKWARD, FORWARD, Flops
-from mpitrain.errors import ShapeError
+from mpitrain.errors import UserError
 from mpitrain.events import listen
+from mpitrain.kernels.reference import convolution
+from mpitrain.kernels.windows import Windows
 from mpitrain.nn import init
 from mpitrain.nn.conv import Conv2d
 
@@ -23,84 +24,132 @@ def normal(*shape):
     return RNG.standard_normal(shape)
 
 
-# images (b, h, w, c), filters (out, kh, kw), stride, padding
+# images (b, h, w, c), filters (out, kh, kw), stride, padding, dilation, groups
 CONVOLUTIONS = [
-    ((2, 8, 8, 3), (4, 3, 3), (1, 1), (1, 1)),
-    ((3, 7, 6, 2), (5, 2, 3), (2, 1), (0, 2)),
-    ((1, 5, 5, 1), (1, 5, 5), (3, 3), (3, 3)),
-    ((2, 4, 6, 2), (3, 1, 1), (1, 1), (0, 0)),
-    ((2, 4, 6, 2), (3, 1, 2), (3, 2), (2, 1)),  # padding that some elements of the window never leave
-    ((2, 1, 1, 2), (3, 3, 3), (1, 1), (1, 1)),
+    ((2, 8, 8, 3), (4, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    ((3, 7, 6, 2), (5, 2, 3), (2, 1), (0, 2), (1, 1), 1),
+    ((1, 5, 5, 1), (1, 5, 5), (3, 3), (3, 3), (1, 1), 1),
+    ((2, 4, 6, 2), (3, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((2, 4, 6, 2), (3, 1, 2), (3, 2), (2, 1), (1, 1), 1),  # padding that some elements of the window never leave
+    ((2, 1, 1, 2), (3, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    ((2, 7, 9, 3), (4, 3, 3), (1, 2), (2, 1), (2, 3), 1),
+    ((2, 6, 5, 6), (4, 3, 2), (1, 1), (1, 1), (1, 1), 2),
+    ((2, 6, 7, 4), (8, 2, 3), (2, 1), (1, 2), (1, 2), 4),
+    ((2, 5, 6, 5), (5, 3, 3), (1, 1), (1, 1), (1, 1), 5),  # a filter for each channel
+    ((1, 3, 4, 2), (35, 2, 2), (1, 1), (1, 0), (1, 1), 1),  # filters beyond two vectors of any processor
 ]
-POOLS = [((8, 8), 2, None), ((7, 9), 3, 2), ((5, 5), 2, 3), ((6, 6), (1, 3), (2, 1)), ((4, 4), 4, 1)]
+# size, window, stride, padding
+POOLS = [
+    ((8, 8), 2, None, 0),
+    ((7, 9), 3, 2, 0),
+    ((5, 5), 2, 3, 0),
+    ((6, 6), (1, 3), (2, 1), 0),
+    ((4, 4), 4, 1, 0),
+    ((7, 8), 3, 2, 1),
+    ((3, 5), (2, 4), (1, 3), (1, 2)),
+]
 
 
-def convolved(x, w, b=None, *, stride, padding):
-    """By the formula, place by place."""
+def convolved(x, w, b=None, *, stride, padding, dilation=(1, 1), groups=1):
+    """By the formula, place by place and group by group."""
     x = np.pad(x, [(0, 0), (padding[0],) * 2, (padding[1],) * 2, (0, 0)])
-    kh, kw = w.shape[1:3]
-    places = [(n - k) // s + 1 for n, k, s in zip(x.shape[1:3], (kh, kw), stride, strict=True)]
+    extent = [(k - 1) * g + 1 for k, g in zip(w.shape[1:3], dilation, strict=True)]
+    places = [(n - k) // s + 1 for n, k, s in zip(x.shape[1:3], extent, stride, strict=True)]
     y = np.zeros((x.shape[0], *places, w.shape[0]))
     for i, j in np.ndindex(*places):
-        seen = x[:, i * stride[0] : i * stride[0] + kh, j * stride[1] : j * stride[1] + kw]
-        y[:, i, j] = np.einsum("nyxc,oyxc->no", seen, w)
+        down, right = (slice(i * s, i * s + e, g) for i, s, e, g in zip((i, j), stride, extent, dilation, strict=True))
+        seen = x[:, down, right].reshape(len(x), *w.shape[1:3], groups, w.shape[3])
+        y[:, i, j] = np.einsum("nyxgc,goyxc->ngo", seen, w.reshape(groups, -1, *w.shape[1:])).reshape(len(x), len(w))
     return y if b is None else y + b
 
 
-@pytest.mark.parametrize(("image", "window", "stride", "padding"), CONVOLUTIONS)
-def test_convolution_is_the_formula_and_its_gradients_are_right(image, window, stride, padding):
-    x, w, b = normal(*image), normal(*window, image[-1]), normal(window[0])
-    y = ops.conv2d(Tensor(x), Tensor(w), Tensor(b), stride, padding).data
-    np.testing.assert_allclose(y, convolved(x, w, b, stride=stride, padding=padding), rtol=1e-12, atol=1e-12)
-    check(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), x, w, b)
-    check(lambda x, w: ops.conv2d(x, w, None, stride, padding), x, w)
+def filters(image, window, groups):
+    return normal(*window, image[-1] // groups)
+
+
+@pytest.mark.parametrize(("image", "window", "stride", "padding", "dilation", "groups"), CONVOLUTIONS)
+def test_convolution_is_the_formula_and_its_gradients_are_right(image, window, stride, padding, dilation, groups):
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    x, w, b = normal(*image), filters(image, window, groups), normal(window[0])
+    y = ops.conv2d(Tensor(x), Tensor(w), Tensor(b), **how).data
+    np.testing.assert_allclose(y, convolved(x, w, b, **how), rtol=1e-12, atol=1e-12)
+    check(lambda x, w, b: ops.conv2d(x, w, b, **how), x, w, b)
 
 
 @pytest.mark.parametrize("block", [1, 40, 300])
-@pytest.mark.parametrize(("image", "window", "stride", "padding"), CONVOLUTIONS)
-def test_blocks_of_any_size_give_the_same(image, window, stride, padding, block, monkeypatch):
+@pytest.mark.parametrize(("image", "window", "stride", "padding", "dilation", "groups"), CONVOLUTIONS)
+def test_blocks_of_any_size_give_the_same(image, window, stride, padding, dilation, groups, block, monkeypatch):
     """Of some images, of one, and of some rows of one, where the padding is elsewhere in each."""
-    arrays = normal(*image), normal(*window, image[-1]), normal(window[0])
-    whole = run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), *arrays)
+    kernels.select("numpy")
+    arrays = normal(*image), filters(image, window, groups), normal(window[0])
+    whole = run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding, dilation, groups), *arrays)
     monkeypatch.setattr(convolution, "BLOCK", block)
-    assert_same(run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), *arrays), whole, 1e-11)
+    assert_same(run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding, dilation, groups), *arrays), whole, 1e-11)
 
 
 def test_scratch_is_a_block_not_all_that_is_seen(monkeypatch):
     monkeypatch.setattr(convolution, "BLOCK", 1000)
     slide = Windows((32, 32), (3, 3), (1, 1), (1, 1))
-    sizes = [rows.size for _, rows in convolution._unrolled(normal(4, 32, 32, 2), slide, np.float64)]
+    sizes = [rows.size for _, rows in convolution._unrolled(normal(4, 32, 32, 2), slide, 1, np.float64)]
     assert sum(sizes) == 4 * 32 * 32 * 18
     assert max(sizes) <= 1000
 
 
-@pytest.mark.parametrize(("image", "window", "stride", "padding"), CONVOLUTIONS)
-def test_convolution_agrees_with_pytorch(image, window, stride, padding):
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float64, 1e-11), (np.float32, 1e-5)])
+@pytest.mark.parametrize(("image", "window", "stride", "padding", "dilation", "groups"), CONVOLUTIONS)
+def test_convolution_agrees_with_pytorch(image, window, stride, padding, dilation, groups, dtype, rtol):
     torch = pytest.importorskip("torch")
-    arrays = normal(*image), normal(*window, image[-1]), normal(window[0])
-    y, grads = run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), *arrays)
+    arrays = [a.astype(dtype) for a in (normal(*image), filters(image, window, groups), normal(window[0]))]
+    seed = (
+        np.random.default_rng(5)
+        .standard_normal(convolved(*arrays, stride=stride, padding=padding, dilation=dilation, groups=groups).shape)
+        .astype(dtype)
+    )
+    y, grads = run(lambda x, w, b: ops.conv2d(x, w, b, stride, padding, dilation, groups), *arrays, seed=seed)
     x, w, b = (torch.tensor(a, requires_grad=True) for a in arrays)
-    z = torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), b, stride, padding).permute(0, 2, 3, 1)
-    z.backward(torch.tensor(np.random.default_rng(5).standard_normal(y.shape)))
-    assert_same((y, grads), (z.detach().numpy(), [t.grad.numpy() for t in (x, w, b)]), 1e-11)
+    z = torch.nn.functional.conv2d(
+        x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), b, stride, padding, dilation, groups
+    ).permute(0, 2, 3, 1)
+    z.backward(torch.tensor(seed))
+    for mine, theirs in zip((y, *grads), (z.detach().numpy(), *(t.grad.numpy() for t in (x, w, b))), strict=True):
+        assert mine.dtype == dtype
+        assert np.abs(mine - theirs).max() <= rtol * max(1.0, np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("values", ["distinct", "ties"])
-@pytest.mark.parametrize(("size", "window", "stride"), POOLS)
-def test_pooling_agrees_with_pytorch_also_in_ties(size, window, stride, values):
+@pytest.mark.parametrize(("size", "window", "stride", "padding"), POOLS)
+def test_pooling_agrees_with_pytorch_also_in_ties(size, window, stride, padding, values, level):
     torch = pytest.importorskip("torch")
     x = normal(2, *size, 3) if values == "distinct" else RNG.integers(-1, 2, (2, *size, 3)).astype(float)
-    y, grads = run(lambda x: ops.max_pool2d(x, window, stride), x)
+    y, grads = run(lambda x: ops.max_pool2d(x, window, stride, padding), x)
     t = torch.tensor(x, requires_grad=True)
-    z = torch.nn.functional.max_pool2d(t.permute(0, 3, 1, 2), window, stride).permute(0, 2, 3, 1)
+    z = torch.nn.functional.max_pool2d(t.permute(0, 3, 1, 2), window, stride, padding).permute(0, 2, 3, 1)
     z.backward(torch.tensor(np.random.default_rng(5).standard_normal(y.shape)))
     assert_same((y, grads), (z.detach().numpy(), [t.grad.numpy()]))
 
 
-@pytest.mark.parametrize(("size", "window", "stride"), POOLS)
-def test_gradients_of_pools_are_right(size, window, stride):
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float64, 1e-12), (np.float32, 1e-5)])
+@pytest.mark.parametrize(("size", "window", "stride", "padding"), POOLS)
+def test_means_agree_with_pytorch_with_and_without_padding(size, window, stride, padding, dtype, rtol, counted):
+    torch = pytest.importorskip("torch")
+    x = normal(2, *size, 3).astype(dtype)
+    t = torch.tensor(x, requires_grad=True)
+    pool = torch.nn.functional.avg_pool2d
+    z = pool(t.permute(0, 3, 1, 2), window, stride, padding, count_include_pad=counted).permute(0, 2, 3, 1)
+    seed = normal(*z.shape).astype(dtype)
+    z.backward(torch.tensor(seed))
+    y, (dx,) = run(lambda x: ops.avg_pool2d(x, window, stride, padding, counted), x, seed=seed)
+    np.testing.assert_allclose(y, z.detach().numpy(), rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(dx, t.grad.numpy(), rtol=rtol, atol=rtol)
+    assert y.dtype == dx.dtype == dtype
+
+
+@pytest.mark.parametrize(("size", "window", "stride", "padding"), POOLS)
+def test_gradients_of_pools_are_right(size, window, stride, padding):
     x = RNG.permutation(2 * math.prod(size) * 3).reshape(2, *size, 3) * 0.1  # far enough apart for differences
-    check(lambda x: ops.max_pool2d(x, window, stride), x)
+    check(lambda x: ops.max_pool2d(x, window, stride, padding), x)
+    check(lambda x: ops.avg_pool2d(x, window, stride, padding, count_padding=False), x)
 
 
 def test_of_equal_pixels_the_first_has_the_gradient():
@@ -132,7 +181,8 @@ def test_what_is_not_a_number_is_not_passed_over():
 
 def test_a_network_keeps_each_map_once_and_of_pools_a_byte_an_output():
     """ReLU's output is the next convolution's input, and the pool keeps neither its input nor its output."""
-    x, w, v = Tensor(normal(2, 4, 4, 3), requires_grad=True), Tensor(normal(5, 3, 3, 3)), Tensor(normal(6, 3, 3, 5))
+    shapes = (2, 4, 4, 3), (5, 3, 3, 3), (6, 3, 3, 5)
+    x, w, v = (Tensor(normal(*shape), requires_grad=True) for shape in shapes)
     with Tape() as tape:
         y = ops.relu(ops.conv2d(x, w, padding=1))
         z = ops.relu(ops.conv2d(y, v, padding=1))
@@ -249,11 +299,21 @@ def test_initial_filters_keep_the_size_of_activations():
             lambda: ops.conv2d(Tensor(normal(2, 4, 4, 1)), Tensor(normal(1, 3, 3, 1)), padding=-1),
             "padding -1; .*from 0",
         ),
+        (lambda: ops.conv2d(Tensor(normal(1, 4, 4, 3)), Tensor(normal(2, 2, 2, 1)), groups=2), "in 2 groups"),
+        (lambda: ops.conv2d(Tensor(normal(1, 4, 4, 4)), Tensor(normal(3, 2, 2, 2)), groups=2), "in 2 groups"),
+        (lambda: ops.conv2d(Tensor(normal(1, 4, 4, 1)), Tensor(normal(2, 1, 1, 1)), groups=0), "groups 0"),
+        (
+            lambda: ops.conv2d(Tensor(normal(1, 4, 4, 1)), Tensor(normal(2, 2, 3, 1)), dilation=2),
+            "dilation 2 x 2, does not fit images of 4 x 4",
+        ),
+        (lambda: ops.max_pool2d(Tensor(normal(1, 4, 4, 1)), 2, padding=2), "padding 2 x 2 is more than half of the"),
+        (lambda: ops.avg_pool2d(Tensor(normal(1, 4, 4, 1)), (3, 1), padding=1), "padding 1 x 1 is more than half"),
+        (lambda: Conv2d("conv", 4, 6, groups=4), "conv: 4 channels and 6 filters do not divide into 4"),
         (lambda: ops.max_pool2d(Tensor(normal(2, 4))), r"max_pool2d: x \(2, 4\) is not \(b, h, w, c\)"),
         (lambda: ops.max_pool2d(Tensor(normal(1, 1, 4, 1))), "2 x 2 pixels does not fit images of 1 x 4"),
         (lambda: ops.max_pool2d(Tensor(normal(1, 4, 4, 1)), (2, 2, 2)), r"window \(2, 2, 2\); it is a number"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(call, words):
-    with pytest.raises(ShapeError, match=words):
+    with pytest.raises(UserError, match=words):
         call()

@@ -173,6 +173,87 @@ def test_layer_norm_backward_without_a_gradient_from_elsewhere(dtype, level):
     assert all(map(np.array_equal, plain[1:], summed[1:]))
 
 
+# ----------------------------------------------------------------------------------------- RMS norm, SwiGLU, rotary
+
+
+def exact_rms_norm(eps, x, weight):
+    """The root halves the error of the mean square."""
+    r = 1 / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5)
+    loss = 2 + chain(x.shape[1]) / 2
+    y = x * r * weight
+    return [y, r], [(loss + 1) * np.abs(y), loss * r]
+
+
+def exact_rms_norm_backward(eps, grad, x, rstd, weight, extra):
+    rows, width = x.shape
+    n, h = x * rstd, grad * weight
+    mean, size = (h * n).mean(1, keepdims=True), np.abs(h * n).mean(1, keepdims=True)
+    dx = rstd * (h - n * mean)
+    off = np.abs(h) + (3 + chain(width)) * np.abs(n) * size
+    return [dx + extra, (grad * n).sum(0)], [
+        2 * rstd * off + np.abs(extra),
+        (grouped(rows) + 1) * np.abs(grad * n).sum(0),
+    ]
+
+
+def exact_swiglu(eps, gate, up):
+    """The exponential is good to 2 eps, of which 1 - s shows in s; where s would be subnormal it is 0."""
+    s = 1 / (1 + np.exp(-gate))
+    y = gate * s * up
+    end = 4 * np.finfo(np.float32 if gate.dtype == np.float64 else np.float64).smallest_normal / eps
+    return [y], [(2.5 + 2 * (1 - s)) * np.abs(y) + end * np.abs(gate * up)]
+
+
+def exact_swiglu_backward(eps, grad, gate, up):
+    """1 - s is off by an eps of s and of itself, which the gate multiplies."""
+    s = 1 / (1 + np.exp(-gate))
+    slope, size = s * (1 + gate * (1 - s)), np.abs(s * gate) * (1 + 2 * s * (1 - s))
+    end = 4 * np.finfo(np.float32 if gate.dtype == np.float64 else np.float64).smallest_normal / eps
+    return [grad * up * slope, grad * gate * s], [
+        np.abs(grad * up) * (5 * np.abs(slope) + size + s + end * (1 + np.abs(gate))),
+        (2.5 + 2 * (1 - s)) * np.abs(grad * gate * s) + end * np.abs(grad * gate),
+    ]
+
+
+def exact_rotary(eps, x, cos, sin):
+    """Of two terms one product is rounded, or both, and their sum."""
+    heads = x.reshape(len(x), 4, 2, -1)
+    (first, second), (c, s) = (heads[:, :3, i] for i in (0, 1)), (cos[:, None], sin[:, None])
+    y, bound = heads.copy(), np.zeros_like(heads)
+    y[:, :3, 0], y[:, :3, 1] = first * c - second * s, second * c + first * s
+    bound[:, :3, 0] = np.abs(first * c) + np.abs(second * s)
+    bound[:, :3, 1] = np.abs(second * c) + np.abs(first * s)
+    return [y.reshape(x.shape)], [bound.reshape(x.shape)]
+
+
+LLAMA = ["rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotary"]  # packing is rotary's, to the bit
+
+
+@PRECISIONS
+@pytest.mark.parametrize("kernel", LLAMA)
+def test_what_llama_has(kernel, dtype, level):
+    shapes = [*SHAPES, (64, 33), (65, 33), (129, 3)]
+    assert_accurate(kernel, dtype, [(r, w) for r, w in shapes if kernel != "rotary" or w < 1000])
+
+
+@PRECISIONS
+def test_rms_norm_backward_without_a_gradient_from_elsewhere(dtype, level):
+    *arrays, extra = arguments("rms_norm_backward", dtype, 5, 33)
+    plain, summed = kernels.rms_norm_backward(*arrays), kernels.rms_norm_backward(*arrays, extra)
+    np.testing.assert_allclose(plain[0] + extra, summed[0], rtol=0, atol=4 * np.finfo(dtype).eps * np.abs(extra).max())
+    assert np.array_equal(plain[1], summed[1])
+
+
+@PRECISIONS
+def test_swiglu_from_end_to_end(dtype, level):
+    x = np.concatenate([np.linspace(-90, 90, 20_001), np.linspace(-1e-3, 1e-3, 1001), np.geomspace(1e-30, 1e10, 999)])
+    gate, up = x[None].astype(dtype), np.full((1, x.size), 0.75, dtype)
+    for kernel, arrays in ((kernels.swiglu, (gate, up)), (kernels.swiglu_backward, (up, gate, up))):
+        exact, bounds = globals()[f"exact_{kernel.__name__}"](np.finfo(dtype).eps, *higher(arrays))
+        results = kernel(*arrays)
+        assert_within(results if isinstance(results, tuple) else [results], exact, bounds, dtype)
+
+
 # ------------------------------------------------------------------------------------------- softmax and cross-entropy
 
 

@@ -30,10 +30,20 @@ def good():
     queries, columns = zeros(1, 2, 5), np.arange(4)
     rows, mask = np.zeros((1, 2, 5), np.uint64), np.ones((1, 1, 5, 4), bool)
     scratch = np.zeros(max(_compiled.attention_scratch(5, 4, 3, 4, back) for back in (0, 1)), np.uint8)
-    setting = [0, 0.5, mask, rows, columns, 7, 1.5, scratch, zeros(1, 2, 5 * 4), 0]
+    setting = [0, 0.5, mask, rows, columns, 7, 1.5, scratch, zeros(1, 2, 5 * 4), 0, None, np.zeros((1, 5), np.int64)]
     choices = np.array([[0, -1, 2], [3, 1, -1]])
     half, brain = zeros(4, 6, dtype=np.float16), zeros(4, 6, dtype=np.uint16)
+    images, filters, seen = zeros(2, 5, 4, 6), zeros(8, 3, 2, 3), zeros(2, 3, 3, 8)  # in two groups
+    sizes = [2, 5, 4, 3, 4, 2, 3, 2, *(2, 1), *(1, 0), *(1, 1)]
+    pool = [2, 5, 4, 6, 1, 1, 3, 2, *(2, 1), *(1, 0), *(1, 1)]
+    largest = zeros(2, 3, 3, 6)
+    rooms = [np.zeros(_compiled.convolution_scratch(back, 4, *sizes), np.uint8) for back in (0, 1)]
     return {
+        "convolution_scratch": [0, 4, *sizes],
+        "conv2d": [images, filters, zeros(8), seen, 0, rooms[0], *sizes],
+        "conv2d_filters": [images, seen, filters.copy(), 1, rooms[1], *sizes],
+        "max_pool2d": [images, largest, np.zeros(largest.shape, np.uint8), *pool],
+        "max_pool2d_backward": [largest, np.zeros(largest.shape, np.uint8), images, *pool],
         "sum_rows": [x, v, v.copy(), None],
         "sum_rows of halves": [half, v, v.copy(), zeros(12)],
         "gelu": [0, x, v, x.copy(), x.copy(), None],
@@ -58,6 +68,24 @@ def good():
         "layer_norm_backward of halves": [
             *(half, half.copy(), half.copy(), r, r.copy(), v, half.copy(), v.copy(), v.copy(), zeros(12), zeros(48)),
         ],
+        "rms_norm": [x, v, 1e-5, x.copy(), r, None],
+        "rms_norm of bfloats": [brain, v, 1e-5, brain.copy(), r, zeros(24)],
+        "residual_rms_norm": [x, x.copy(), v, hashes, 7, 1.5, v.copy(), 1e-5, x.copy(), x.copy(), r, None],
+        "residual_rms_norm of halves": [
+            *(half, half.copy(), v, hashes, 7, 1.5, v.copy(), 1e-5, half.copy(), half.copy(), r, zeros(48)),
+        ],
+        "rms_norm_backward": [x, x.copy(), x.copy(), r, v, x.copy(), v.copy(), v.copy(), None],
+        "rms_norm_backward of bfloats": [
+            *(brain, brain.copy(), brain.copy(), r, v, brain.copy(), v.copy(), v.copy(), zeros(48)),
+        ],
+        "swiglu": [x, x.copy(), x.copy(), None],
+        "swiglu of halves": [half, half.copy(), half.copy(), zeros(6)],
+        "swiglu_backward": [x, x.copy(), x.copy(), x.copy(), x.copy(), None],
+        "swiglu_backward of bfloats": [brain, *(brain.copy() for _ in range(4)), zeros(10)],
+        "rotary": [x, 3, zeros(2, 1), zeros(2, 1), x.copy(), None],
+        "rotary_pack": [zeros(4, 4), zeros(4, 4), 1, zeros(2, 1), zeros(2, 1), zeros(4, 8)],
+        "rotary_unpack": [zeros(4, 8), 1, zeros(2, 1), zeros(2, 1), zeros(4, 4), zeros(4, 4)],
+        "rotary of halves": [half, 3, zeros(2, 1), zeros(2, 1), half.copy(), zeros(24)],
         "softmax": [x, x.copy(), None],
         "softmax of halves": [half, half.copy(), zeros(24)],
         "softmax_backward": [x, x.copy(), x.copy(), None],
@@ -88,8 +116,10 @@ def good():
 
 
 OPTIONAL = {("gelu", 2), ("residual", 2), ("residual", 3), ("layer_norm_backward", 1)}
-OPTIONAL |= {("residual_norm", 2), ("residual_norm", 3)}
-OPTIONAL |= {("attention", at) for at in (7, 8, 9, 13)} | {("attention_backward", at) for at in (11, 12, 13, 17)}
+OPTIONAL |= {("residual_norm", 2), ("residual_norm", 3), ("conv2d", 2)}
+OPTIONAL |= {("residual_rms_norm", 2), ("residual_rms_norm", 3), ("rms_norm_backward", 1)}
+OPTIONAL |= {("attention", at) for at in (7, 8, 9, 13, 15, 16)}
+OPTIONAL |= {("attention_backward", at) for at in (11, 12, 13, 17, 19, 20)}
 WRITTEN = {
     "sum_rows": [1, 2],
     "gelu": [3, 4],
@@ -99,6 +129,14 @@ WRITTEN = {
     "dropout": [4],
     "layer_norm": [4, 5, 6],
     "layer_norm_backward": [6, 7, 8, 9],
+    "rms_norm": [3, 4],
+    "residual_rms_norm": [8, 9, 10],
+    "rms_norm_backward": [5, 6, 7],
+    "swiglu": [2],
+    "swiglu_backward": [3, 4],
+    "rotary": [4],
+    "rotary_pack": [5],
+    "rotary_unpack": [4, 5],
     "softmax": [1],
     "softmax_backward": [2],
     "cross_entropy": [3],
@@ -108,6 +146,10 @@ WRITTEN = {
     "combine_backward": [4, 5],
     "jitter": [3],
     "adamw": [0, 2, 3],
+    "conv2d": [3, 5],
+    "conv2d_filters": [2, 4],
+    "max_pool2d": [1, 2],
+    "max_pool2d_backward": [2],
     "attention": [0, 4, 12, 13],
     "attention_backward": [6, 7, 8, 16],
     "widen": [2],
@@ -277,7 +319,7 @@ def test_thresholds_that_are_no_word_are_refused():
 def test_attention_in_double_precision_takes_no_halves():
     for name in ("attention", "attention_backward"):
         twofold = [x.astype(np.float64) if getattr(x, "dtype", None) == np.float32 else x for x in good()[name]]
-        twofold[-3] = np.zeros(_compiled.attention_scratch(5, 4, 3, 8, 1), np.uint8)
+        twofold[-5] = np.zeros(_compiled.attention_scratch(5, 4, 3, 8, 1), np.uint8)
         function(name)(*twofold)
         for _, at in (place for place in HALVES if place[0] == name):
             with pytest.raises(TypeError, match=f"argument {at}: has another dtype"):

@@ -19,7 +19,7 @@ STRANGE = {"NaN": np.nan, "infinity": np.inf, "minus infinity": -np.inf}
 PLACES = [0, 5, 15, 16, 31, 32, 36]  # of 37: in whole vectors of every length, and in every tail
 
 
-MASKED = ("dropout", "residual", "residual_norm", "row_sum", "adamw")  # see below
+MASKED = ("dropout", "residual", "residual_norm", "residual_rms_norm", "row_sum", "adamw")  # see below
 
 
 @pytest.mark.parametrize("value", STRANGE.values(), ids=STRANGE)
@@ -106,6 +106,9 @@ def test_signs_of_zero_are_kept(dtype, level):
         assert not y.any()
         assert (np.signbit(y) == sign).all()
         assert (slope == 0.5).all()
+    for y in (kernels.swiglu(zeros, np.ones(40, dtype)), kernels.rms_norm(zeros, np.ones(40, dtype), 1e-5)[0]):
+        assert not y.any()
+        assert (np.signbit(y) == sign).all()
     assert (np.signbit(kernels.residual(zeros, zeros, None, None, 0.0)) == sign).all()
     keep = keep_mask(hashes(1), 40, DROP)[0]
     assert (np.signbit(kernels.dropout(zeros[None], hashes(1), DROP))[0, keep] == sign[keep]).all()
@@ -139,4 +142,10 @@ def test_the_largest_numbers_overflow_only_where_the_result_does(dtype, level):
             y, slope = gelu(np.array([top, -top, 1e30, -1e30] * 10, dtype))
             assert (y.reshape(10, 4) == [top, 0, dtype(1e30), 0]).all()
             assert (slope.reshape(10, 4) == [1, 0, 1, 0]).all()
+    gate = np.array([top, -top, 1e30, -1e30] * 10, dtype)
+    if kernels.level() != "numpy":
+        y = kernels.swiglu(gate, np.ones(40, dtype)).reshape(10, 4)
+        assert (y == [top, 0, dtype(1e30), 0]).all()
+        slope, _ = swallow(kernels.swiglu_backward, np.ones(40, dtype), gate, np.ones(40, dtype))
+        assert (slope.reshape(10, 4) == [1, 0, 1, 0]).all()
     assert kernels.sum_of_squares(np.full(40, 1e30, np.float32)) == pytest.approx(40 * float(np.float32(1e30)) ** 2)

@@ -69,7 +69,7 @@ def test_what_is_written_in_place_may_be_a_view(kernel, layout, level):
 @PRECISIONS
 def test_a_broadcast_gradient_is_a_gradient(dtype, compiled_level):
     grad = np.broadcast_to(np.asarray(0.5, dtype), (5, 33))
-    for kernel in ("layer_norm_backward", "softmax_backward", "gelu_backward"):
+    for kernel in ("layer_norm_backward", "softmax_backward", "gelu_backward", "rms_norm_backward", "swiglu_backward"):
         _, *others = arguments(kernel, dtype, 5, 33)
         assert same_bits(call(kernel, (grad, *others)), call(kernel, (grad.copy(), *others)))
     rows = hashes(5)
@@ -140,6 +140,7 @@ def test_an_update_may_be_cut_anywhere_and_lie_anywhere(dtype, compiled_level):
 
 
 BY_ROWS = ("gelu_tanh", "gelu_erf", "layer_norm", "residual_norm", "softmax", "softmax_backward", "dropout", "residual")
+BY_ROWS += ("rms_norm", "residual_rms_norm", "swiglu", "swiglu_backward", "rotary", "rotary_pack", "rotary_unpack")
 
 
 @PRECISIONS
@@ -151,6 +152,8 @@ def test_the_norm_after_a_residual_is_the_norm_of_the_residual(dtype, compiled_l
             total = kernels.residual(x, y, *given, DROP)
             expected = [total, *kernels.layer_norm(total, weight, bias, 1e-5)]
             assert same_bits(kernels.residual_norm(x, y, *given, DROP, weight, bias, 1e-5), expected)
+            expected = [total, *kernels.rms_norm(total, weight, 1e-5)]
+            assert same_bits(kernels.residual_rms_norm(x, y, *given, DROP, weight, 1e-5), expected)
 
 
 @PRECISIONS
@@ -163,6 +166,33 @@ def test_one_row_gives_what_it_gives_among_many(dtype, compiled_level):
             for i in range(9):
                 part = call(kernel, [a[i : i + 1] if len(a) == 9 else a for a in arrays])
                 assert same_bits(part, [result[i : i + 1] for result in whole]), (kernel, width, i)
+
+
+@PRECISIONS
+def test_tables_of_angles_are_those_of_each_sample_or_of_all(dtype, level):
+    """To the last bit: samples that have positions of their own may have the same."""
+    x, cos, sin = arguments("rotary", dtype, 10, 3)
+    x = x.reshape(2, 5, 24)
+    apart = [kernels.rotary(x[i : i + 1], 2, 1, cos[5 * i : 5 * i + 5], sin[5 * i : 5 * i + 5]) for i in (0, 1)]
+    assert same_bits([kernels.rotary(x, 2, 1, cos.reshape(2, 5, 3), sin.reshape(2, 5, 3))], [np.concatenate(apart)])
+    both = [np.concatenate([table[:5], table[:5]]).reshape(2, 5, 3) for table in (cos, sin)]
+    assert same_bits([kernels.rotary(x, 2, 1, cos[:5], sin[:5])], [kernels.rotary(x, 2, 1, *both)])
+
+
+@PRECISIONS
+def test_queries_and_keys_that_come_apart_are_turned_as_if_together(dtype, level):
+    """To the last bit, and the way back undoes it; two groups of three queries."""
+    rng = np.random.default_rng(1)
+    q, kv = rng.standard_normal((2, 5, 6 * 14)).astype(dtype), rng.standard_normal((2, 5, 4 * 14)).astype(dtype)
+    _, cos, sin = arguments("rotary", dtype, 5, 7)
+    groups = [np.concatenate([q[..., 42 * i : 42 * i + 42], kv[..., 28 * i : 28 * i + 28]], 2) for i in (0, 1)]
+    whole = kernels.rotary(np.concatenate(groups, 2), 6, 2, cos, sin)
+    assert same_bits([kernels.rotary_pack(q, kv, 6, 2, cos, sin)], [whole])
+    back = kernels.rotary(whole, 6, 2, cos, -sin).reshape(2, 5, 2, 5 * 14)
+    parts = [back[..., :42].reshape(2, 5, -1), back[..., 42:].reshape(2, 5, -1)]
+    assert same_bits(kernels.rotary_unpack(whole, 6, 2, cos, -sin), parts)
+    for part, given in zip(parts, (q, kv), strict=True):
+        np.testing.assert_allclose(part, given, rtol=0, atol=8 * np.finfo(dtype).eps * np.abs(given).max())
 
 
 # ------------------------------------------------------------------------------------------- which arrays C is given
@@ -181,7 +211,8 @@ def test_an_array_that_was_pickled_is_computed_alike(kernel, compiled_level):
     "dtype", [np.dtype(np.float16).newbyteorder(), np.longdouble, np.dtype(np.float32).newbyteorder()], ids=str
 )
 def test_other_precisions_are_left_to_the_references(dtype, compiled_level):
-    for kernel in ("gelu_tanh", "dropout", "residual", "layer_norm", "softmax", "softmax_backward", "sum_of_squares"):
+    others = ("rms_norm", "swiglu", "rotary", "softmax", "softmax_backward", "sum_of_squares")
+    for kernel in ("gelu_tanh", "dropout", "residual", "layer_norm", *others):
         arrays = [a.astype(dtype) if a.dtype.kind == "f" else a for a in arguments(kernel, np.float64, 5, 33)]
         kernels.select("numpy")
         expected = call(kernel, arrays)
@@ -212,7 +243,13 @@ def test_arrays_without_elements_are_taken(shape, level):
     assert kernels.residual(x, x, vector, hashes(*shape[:-1]), DROP).shape == shape
     assert kernels.dropout(x, hashes(*shape[:-1]), DROP).shape == shape
     assert kernels.sum_of_squares(x) == 0
+    assert [y.shape for y in (kernels.swiglu(x, x), *kernels.swiglu_backward(x, x, x))] == [shape] * 3
     if shape[-1]:
+        y, rstd = kernels.rms_norm(x, vector, 1e-5)
+        dx, dw = kernels.rms_norm_backward(x, x, rstd, vector)
+        assert (y.shape, dx.shape, dw.tolist()) == (shape, shape, [0] * shape[-1])
+        for y in kernels.residual_rms_norm(x, x, vector, hashes(*shape[:-1]), DROP, vector, 1e-5)[:2]:
+            assert y.shape == shape
         total, y, *_ = kernels.residual_norm(x, x, vector, hashes(*shape[:-1]), DROP, vector, vector, 1e-5)
         assert total.shape == y.shape == shape
         y, center, rstd = kernels.layer_norm(x, vector, vector, 1e-5)

@@ -20,6 +20,12 @@ NO_ROWS = {
     "dropout": (lambda x: ops.dropout(x, hashes(*x.shape[:-1]), 0.5), ()),
     "residual": (lambda x, b: ops.residual(x, x, b, rows=hashes(*x.shape[:-1]), p=0.5), (8,)),
     "residual_norm": (lambda x, *w: ops.residual_norm(x, x, *w, rows=hashes(*x.shape[:-1]), p=0.5)[1], (8, 8, 8)),
+    "rms_norm": (ops.rms_norm, (8,)),
+    "residual_rms_norm": (
+        lambda x, *w: ops.residual_rms_norm(x, x, *w, rows=hashes(*x.shape[:-1]), p=0.5)[1],
+        (8, 8),
+    ),
+    "swiglu": (lambda x: ops.swiglu(x, x), ()),
     "cross-entropy": (lambda x: ops.softmax_cross_entropy(x, np.zeros(x.shape[:-1], int)), ()),
     "cast": (lambda x: x.astype(np.float32) * 2.0, ()),
 }

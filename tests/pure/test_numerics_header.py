@@ -33,6 +33,7 @@ EXPORT void reals(const REAL *x, REAL *out, int n) {
         out[5 * n + i] = mt_gelu_erf(x[i], &slope);
         out[6 * n + i] = slope;
         out[7 * n + i] = mt_from_bits(mt_to_bits(x[i]));
+        out[8 * n + i] = mt_sigmoid(x[i]);
     }
 }
 EXPORT void words(const mt_row *row, mt_word *out, int n) {
@@ -96,9 +97,10 @@ def pointers(*arrays):
 
 
 def reals(library, x):
-    out = np.empty((8, x.size), x.dtype)
+    out = np.empty((9, x.size), x.dtype)
     library.reals(*pointers(x, out), x.size)
-    return dict(zip(("exp", "normal", "density", "tanh", "tanh slope", "erf", "erf slope", "same"), out, strict=True))
+    names = ("exp", "normal", "density", "tanh", "tanh slope", "erf", "erf slope", "same", "sigmoid")
+    return dict(zip(names, out, strict=True))
 
 
 @PRECISIONS
@@ -139,6 +141,16 @@ def test_what_c_plus_plus_computes_is_what_the_kernels_compute(libraries, dtype)
             for mine, theirs in zip((got[name], got[f"{name} slope"]), kernel(x), strict=True):
                 tolerance = 3e-7 * 12 if dtype is np.float32 else 1e-14
                 np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance)
+
+
+@PRECISIONS
+def test_the_sigmoid_keeps_its_digits_where_it_is_small(libraries, dtype):
+    x = np.linspace(*((-86, 90) if dtype is np.float32 else (-700, 710)), 100_001).astype(dtype)
+    exact = 1 / (1 + np.exp(-x.astype(HIGHER[dtype])))
+    error = np.abs(reals(libraries[dtype], x)["sigmoid"] - exact) / (exact * np.finfo(dtype).eps)
+    assert error.max() < 3
+    ends = np.array([-np.inf, -1e30, 1e30, np.inf, np.nan, 0], dtype)
+    assert np.array_equal(reals(libraries[dtype], ends)["sigmoid"], [0, 0, 1, 1, np.nan, 0.5], equal_nan=True)
 
 
 def test_hashes_are_those_of_rng(libraries):

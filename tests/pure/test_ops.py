@@ -69,6 +69,8 @@ UNARY = {
     "sqrt": (ops.sqrt, "sqrt", positive),
     "tanh": (ops.tanh, "tanh", normal),
     "sigmoid": (ops.sigmoid, "sigmoid", normal),
+    "silu": (ops.silu, lambda x: x * x.sigmoid(), normal),
+    "softplus": (ops.softplus, lambda x: x.exp().log1p(), normal),
     "relu": (ops.relu, "relu", apart),
     "abs": (ops.abs, "abs", apart),
     "sin": (ops.sin, "sin", normal),
@@ -101,7 +103,9 @@ ALONG = {
     "min": (ops.min, lambda t: lambda x, d, k: x.amin(d, keepdim=k)),
     "logsumexp": (ops.logsumexp, lambda t: lambda x, d, k: t.logsumexp(x, d, keepdim=k)),
     "var": (ops.var, lambda t: lambda x, d, k: t.var(x, d, correction=0, keepdim=k)),
+    "std": (ops.std, lambda t: lambda x, d, k: t.std(x, d, correction=0, keepdim=k)),
 }
+MANY_ZEROS = np.array([[1.0, 2, 3, 4], [1, 0, 2, 3], [0, 1, 0, 2]])
 IDS2, IDS3 = index(5, 2, 3), index(4, 3, 6)
 SHAPES = {
     "reshape -1": (lambda x: x.reshape(2, -1), lambda t, x: x.reshape(2, -1), normal(4, 3)),
@@ -148,6 +152,15 @@ SHAPES = {
     "where": (
         lambda x: ops.where(x.data > 0, x * 2, 1.0), lambda t, x: t.where(x > 0, x * 2, 1.0), apart(3, 4),
     ),
+    "prod": (lambda x: ops.prod(x, (0, 2)), lambda t, x: x.prod(2).prod(0), normal(2, 3, 4)),
+    "prod with zeros": (
+        lambda x: ops.prod(x * MANY_ZEROS, 1), lambda t, x: (x * t.tensor(MANY_ZEROS)).prod(1), normal(3, 4),
+    ),
+    "cumsum": (lambda x: x.cumsum(0), lambda t, x: x.cumsum(0), normal(3, 4)),
+    "flip": (lambda x: ops.flip(x, (0, -1)), lambda t, x: x.flip(0, -1), normal(2, 3, 4)),
+    "roll": (lambda x: ops.roll(x, -4, 1), lambda t, x: x.roll(-4, 1), normal(2, 3)),
+    "tile": (lambda x: ops.tile(x, (2, 1, 3)), lambda t, x: x.tile(2, 1, 3), normal(2, 3)),
+    "repeat": (lambda x: ops.repeat(x, 3, 1), lambda t, x: x.repeat_interleave(3, 1), normal(2, 3)),
     "sample variance": (lambda x: x.var(0, correction=1), lambda t, x: x.var(0), normal(4, 3)),
 }  # fmt: skip
 MATRICES = {
@@ -281,6 +294,12 @@ def test_a_softmax_row_without_any_key_is_zero_and_so_is_its_gradient(dtype):
     assert ops.logsumexp(masked, 1).data.tolist()[1] == -np.inf
 
 
+def test_equal_elements_deviate_by_nothing_and_have_no_slope():
+    x = Tensor(np.array([[0.1, 0.1, 0.1], [1.0, 2.0, 3.0]]), requires_grad=True)
+    (dx,) = gradients(lambda: x[:, [0, 0, 0]].std(1), x)
+    assert dx.tolist() == [[0.0] * 3] * 2
+
+
 def test_equal_maxima_share_the_gradient():
     x = Tensor(np.array([1.0, 3.0, 3.0]), requires_grad=True)
     assert gradients(lambda: ops.max(x), x)[0].tolist() == [0, 0.5, 0.5]
@@ -386,8 +405,21 @@ X23 = Tensor(np.zeros((2, 3)))
         (lambda: ops.squeeze(X23, 0), "squeeze"),
         (lambda: ops.pad(X23, [(1, 1)]), "pad: widths"),
         (lambda: X23[2], r"x\[...\] of a tensor of shape \(2, 3\)"),
-        (lambda: X23[X23.data > 0], "one integer array among slices"),
-        (lambda: X23[0, np.array([1])], "one integer array among slices"),
+        (lambda: X23[np.ones((2, 2), bool)], r"a mask of shape \(2, 2\) stands for dims of lengths \(2, 3\)"),
+        (lambda: X23[np.ones((2, 3, 1), bool)], "there are 3 items for 2 dims"),
+        (lambda: X23[..., [0], ...], "... stands there twice"),
+        (lambda: X23[[0, 1], [0, 3]], "places from 0 to 3 along a dim of length 3"),
+        (lambda: X23[[0], 1.0], "1.0 is no place"),
+        (lambda: X23[True, [0]], "True is no place"),
+        (lambda: ops.prod(X23, 2), r"prod: dim 2 of a tensor of shape \(2, 3\)"),
+        (lambda: X23.std(0, correction=2), "std: 2 elements less a correction of 2"),
+        (lambda: ops.cumsum(X23, 2), "cumsum: dim 2"),
+        (lambda: ops.argmax(X23[:0], 0), r"argmax over dims \(0,\) of a tensor of shape \(0, 3\)"),
+        (lambda: ops.less(X23, np.zeros((2, 4))), r"less: shapes \(2, 3\) and \(2, 4\) do not broadcast"),
+        (lambda: ops.tile(X23, (2, -1)), r"tile: counts \(2, -1\)"),
+        (lambda: ops.repeat(X23, -1, 0), "repeat: count -1"),
+        (lambda: ops.roll(X23, 1, 2), "roll: dim 2"),
+        (lambda: bool(X23), r"a tensor of shape \(2, 3\) is neither true nor false"),
         (lambda: ops.take(X23, np.array([0, 2])), "take: ids reach from 0 to 2"),
         (lambda: ops.take(X23, np.array([0.5])), "ids are integers"),
         (lambda: ops.gather_along(X23, np.zeros((3, 1), int)), "gather_along"),

@@ -63,7 +63,7 @@ def options(heads, drop, start=0, stop=S):
     return {"rows": draw(start, stop).attention_rows("w", heads), "drop": drop} if drop else {}
 
 
-def in_slices(lengths, heads, kv_heads, drop=0.0, mask=None):
+def in_slices(lengths, heads, kv_heads, drop=0.0, mask=None, window=None):
     """The whole by its slices, on one tape."""
 
     def function(qkv):
@@ -72,7 +72,7 @@ def in_slices(lengths, heads, kv_heads, drop=0.0, mask=None):
         for i, (start, stop) in enumerate(places(lengths)):
             how = options(heads, drop, start, stop)
             how["mask"] = None if mask is None else mask[:, start:stop, :stop]
-            parts.append(ops.slice_attention(slices[i], slices[:i], heads, kv_heads, **how))
+            parts.append(ops.slice_attention(slices[i], slices[:i], heads, kv_heads, window=window, **how))
         return ops.concat(parts, 1)
 
     return function
@@ -96,6 +96,26 @@ def test_documents_in_slices_are_those_of_the_whole(lengths, drop):
     qkv = packed(4, 2)
     whole = run(lambda x: ops.attention(x, 4, 2, mask=mask, **options(4, drop)), qkv)
     assert_same(run(in_slices(lengths, 4, 2, drop, mask), qkv), whole)
+
+
+@EACH_SLICING
+@pytest.mark.parametrize("window", [1, 2, 5, 11])
+def test_slices_of_a_sliding_window_are_those_of_the_whole(lengths, window):
+    """Also those of which no query of a later slice sees a key, with dropout by place and a mask."""
+    qkv, mask = packed(4, 2), normal(2, S, S) > -1
+    for how in ({}, {"drop": 0.3}, {"mask": mask}, {"mask": mask, "drop": 0.3}):
+        drop = how.get("drop", 0.0)
+        whole = run(lambda x, how=how, drop=drop: ops.attention(x, 4, 2, window=window, **how | options(4, drop)), qkv)
+        assert_same(run(in_slices(lengths, 4, 2, window=window, **how), qkv), whole)
+
+
+def test_slices_before_the_window_are_not_touched():
+    slices = [Tensor(packed(1, 1, 4), requires_grad=True) for _ in range(4)]
+    with Tape() as tape:
+        y = ops.slice_attention(slices[3], slices[:3], 1, window=3)
+    assert not any(array is slices[1].data for array in tape.saved_of(tape.nodes[-1]))
+    grads = tape.run_backward([(y, np.ones(y.shape))])
+    assert [each in grads for each in slices] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,18 +21,22 @@ from mpitrain.autograd.ops.fused import Linear
 from mpitrain.autograd.ops.linalg import Matmul
 from mpitrain.autograd.ops.reduce import Sum
 from mpitrain.autograd.ops.residual import Dropout, Residual
+from mpitrain.autograd.ops.rotary import Rotary
 from mpitrain.autograd.ops.shape import Split, Transpose
 from mpitrain.debug.states.mixing import sent
 from mpitrain.debug.states.rules import elementwise
 from mpitrain.debug.states.table import RULES, rule_of
 from mpitrain.errors import StateError
 from mpitrain.events import listen
+from mpitrain.nn.rotary import frequencies, tables
+from mpitrain.parallel.batch_norm import BatchStatistics
 from mpitrain.parallel.expert.overlap import Mail, SendOff, arrive, send_off
 from mpitrain.spec import INVARIANT, PARTIAL, REPLICATE, Shard
 
 I, R, P = INVARIANT, REPLICATE, PARTIAL  # noqa: E741  (the tables below are read by columns)
 S = Shard
 TP = Axis()
+ELSEWHERE = SimpleNamespace(name="edp", all_gather=lambda x, dim: x)
 X = (2, 4, 6)  # (samples, tokens, columns) of this rank
 PIXELS = (2, 4, 4, 6)  # (samples, rows, columns, channels)
 ROWS = np.zeros((2, 4), np.uint64)
@@ -43,6 +48,12 @@ PLACES = np.arange(16).reshape(2, 4, 2)
 def on(program, *states, shape=X):
     """A program on inputs of one shape."""
     return program, [(shape, state) for state in states]
+
+
+def einsum(letters, *states):
+    """A product by letters, each of length 2 so that all shapes fit."""
+    shapes = [(2,) * len(part) for part in letters.split("->")[0].split(",")]
+    return (lambda *x: ops.einsum(letters, *x)), list(zip(shapes, states, strict=True))
 
 
 def linear(x, w, b=None, shape=X, out=8):
@@ -57,6 +68,21 @@ def conv2d(x, w, b=None):
     return (lambda *a: ops.conv2d(*a, padding=1)), inputs
 
 
+def by_group(x, w, b):
+    """Filters in two groups on images with these states."""
+    inputs = [(PIXELS, x), ((4, 3, 3, 3), w), ((4,), b)]
+    return (lambda *a: ops.conv2d(*a, padding=1, groups=2)), inputs
+
+
+def batch_statistics(x, axis):
+    """Statistics over the ranks of an axis."""
+    return (lambda x: BatchStatistics.apply(x, None, axis=axis)[0]), [(PIXELS, x)]
+
+
+def normalized(x, statistics, w, b):
+    return ops.normalize, [(PIXELS, x), ((2, 6), statistics), ((6,), w), ((6,), b)]
+
+
 def norm(x, w, b):
     return ops.layer_norm, [(X, x), ((6,), w), ((6,), b)]
 
@@ -64,6 +90,24 @@ def norm(x, w, b):
 def residual_norm(x, y, bias, w, b):
     program = lambda x, y, bias, w, b: ops.residual_norm(x, y, bias, w, b)  # noqa: E731
     return program, [(X, x), (X, y), ((6,), bias), ((6,), w), ((6,), b)]
+
+
+def residual_rms_norm(x, y, bias, w):
+    program = lambda x, y, bias, w: ops.residual_rms_norm(x, y, bias, w)  # noqa: E731
+    return program, [(X, x), (X, y), ((6,), bias), ((6,), w)]
+
+
+def rotary(state):
+    """Of one head of a token's queries, keys and values, or of two."""
+    return (lambda x: ops.rotary(x, 1, 1, *tables(np.arange(x.shape[1]), frequencies(2), np.float64))), [(X, state)]
+
+
+def pack_rotary(q, kv):
+    def program(q, kv):
+        where = tables(np.arange(q.shape[1]), frequencies(q.shape[2]), np.float64)
+        return ops.pack_rotary(q, kv, 1, 1, *where)
+
+    return program, [((2, 4, 4), q), ((2, 4, 8), kv)]
 
 
 def loss(logits, targets=None):
@@ -139,6 +183,18 @@ RIGHT = [
     ("each rank has channels", conv2d(S(3), S(3), "none"), P),
     ("one network everywhere", conv2d(I, I, I), I),
     ("filters on summands", conv2d(P, R, "none"), P),
+    ("grouped images cut", by_group(S(0), R, R), S(0)),
+    ("each rank has groups", by_group(S(3), S(0), S(0)), S(3)),
+    ("a grouped network everywhere", by_group(I, I, I), I),
+    ("statistics of all rows", batch_statistics(S(0), TP), R),
+    ("statistics of all tokens", batch_statistics(S(1), TP), R),
+    ("statistics of one value", batch_statistics(I, ELSEWHERE), I),
+    ("statistics of each rank's channels", batch_statistics(S(3), ELSEWHERE), S(1)),
+    ("normalized rows", normalized(S(0), R, R, R), S(0)),
+    ("normalized channels", normalized(S(3), S(1), S(0), S(0)), S(3)),
+    ("normalized everywhere", normalized(I, I, I, I), I),
+    ("means of images", on(ops.avg_pool2d, S(0), shape=PIXELS), S(0)),
+    ("means of summands", on(ops.avg_pool2d, P, shape=PIXELS), P),
     ("pooled images", on(ops.max_pool2d, S(0), shape=PIXELS), S(0)),
     ("pooled channels", on(ops.max_pool2d, S(3), shape=PIXELS), S(3)),
     ("matmul rows", (ops.matmul, [((4, 6), S(0)), ((6, 3), R)]), S(0)),
@@ -152,6 +208,16 @@ RIGHT = [
     ("matrix and vector", (ops.matmul, [((4, 6), S(0)), ((6,), R)]), S(0)),
     ("vector and matrices", (ops.matmul, [((6,), R), ((5, 6, 3), S(0))]), S(0)),
     ("matmul of summands", (ops.matmul, [((4, 6), R), ((6, 3), P)]), P),
+    ("letters of matrices", einsum("ij,jk->ik", S(0), R), S(0)),
+    ("letters of columns, in another order", einsum("ij,jk->ki", R, S(1)), S(0)),
+    ("letters summed over slices", einsum("ij,jk->ik", S(1), S(0)), P),
+    ("letters summed over slices of constants", einsum("ij,jk->ik", S(1), None), P),
+    ("letters of a batch", einsum("bij,bjk->ibk", S(0), S(0)), S(1)),
+    ("letters of summands", einsum("ij,jk->ik", P, R), P),
+    ("letters of three, cut along a row", einsum("ij,jk,kl->il", S(0), R, R), S(0)),
+    ("letters of three, summed over slices", einsum("ij,jk,kl->il", R, S(1), S(0)), P),
+    ("a letter of one alone, summed", einsum("ij,jk->k", S(0), R), P),
+    ("a diagonal beside the cut", einsum("bii->bi", S(0)), S(0)),
     # Rows.
     *[("norm", norm(s, w, w), s) for s, w in ((I, I), (R, R), (S(0), R), (S(1), R), (S(1), None))],
     *[("softmax along columns", on(lambda x: ops.softmax(x, -1), s), s) for s in (I, R, S(0), S(1))],
@@ -165,8 +231,20 @@ RIGHT = [
     ("residual with a bias", (ops.residual, [(X, S(1)), (X, S(1)), ((6,), R)]), S(1)),
     ("residual of summands", (lambda x, y: ops.residual(x, y, rows=ROWS, p=0.5), [(X, P), (X, P)]), P),
     *[("residual norm", residual_norm(s, s, w, w, w), s) for s, w in ((I, I), (S(1), R), (S(0), R))],
+    *[("rms norm", (ops.rms_norm, [(X, s), ((6,), w)]), s) for s, w in ((I, I), (S(1), R), (S(0), R))],
+    *[("residual rms norm", residual_rms_norm(s, s, w, w), s) for s, w in ((I, I), (S(1), R), (S(0), R))],
+    *[("rotary", rotary(s), s) for s in (I, R, P, S(0), S(1), S(2))],
+    *[("rotary of parts", pack_rotary(s, s), s) for s in (I, R, P, S(0), S(1), S(2))],
     *[("dropout", on(lambda x: ops.dropout(x, ROWS, 0.5), s), s) for s in (I, R, P, S(0), S(1), S(2))],
     *[("loss", loss(s), t) for s, t in ((I, I), (R, R), (S(0), P), (S(1), P))],
+    # Running sums, and what is made of views.
+    *[("running sum", on(lambda x: ops.cumsum(x, 2), s), s) for s in (I, R, P, S(0), S(1))],
+    ("flip beside the cut", on(lambda x: ops.flip(x, (0, 2)), S(1)), S(1)),
+    ("roll beside the cut", on(lambda x: ops.roll(x, 1, 0), S(1)), S(1)),
+    ("repeat beside the cut", on(lambda x: ops.repeat(x, 2, 0), S(1)), S(1)),
+    ("the product of elements", on(lambda x: ops.prod(x, 2), S(1)), S(1)),
+    ("a condition", on(lambda x: ops.where(x > 0, x, 0.1 * x), S(1)), S(1)),
+    ("places of all rows", on(lambda x: x[:, [1, 0], [2, 3]], S(0)), S(0)),
     # Sums.
     ("sum over slices", on(lambda x: x.sum(1), S(1)), P),
     ("sum of everything", on(lambda x: x.sum(), S(1)), P),
@@ -177,7 +255,7 @@ RIGHT = [
     ("sum that keeps dims", on(lambda x: x.sum(0, keepdims=True), S(1)), S(1)),
     *[
         ("reduce", on(lambda x, f=f: f(x, (0, 2)), S(1)), S(0))
-        for f in (ops.mean, ops.max, ops.min, ops.logsumexp, ops.var)
+        for f in (ops.mean, ops.max, ops.min, ops.logsumexp, ops.var, ops.std)
     ],
     # Where dims go.
     ("heads apart", reshape(S(2), (2, 4, 6), (2, 4, 3, 2)), S(2)),
@@ -318,6 +396,18 @@ WRONG = [
         "pad with 1.0 of a Partial value",
     ),
     ("concat with others", on(lambda *x: ops.concat(x, 1), P, I), "concat of a Partial value and an Invariant one"),
+    (
+        "letters, half cut",
+        einsum("ij,jk->ik", S(1), R),
+        r"contract sums over dim 1 of a Shard\(1\) value, which is cut",
+    ),
+    ("letters, no copy", einsum("ij,jk->ik", I, S(1)), "contract of an Invariant and a .* value over tp; a copy"),
+    ("letters of two summands", einsum("ij,jk->ik", P, P), f"contract of two Partial values over tp; {MISSING_SUM}"),
+    ("running sum over slices", on(lambda x: ops.cumsum(x, 1), S(1)), r"cumsum along dim 1 of a Shard\(1\) value"),
+    ("product over slices", on(lambda x: ops.prod(x, 1), S(1)), r"prod along dim 1 of a Shard\(1\) value"),
+    ("product of summands", on(lambda x: ops.prod(x, 2), P), f"prod of a Partial value over tp; {MISSING_SUM}"),
+    ("deviation of slices", on(lambda x: ops.std(x, 1), S(1)), r"std along dim 1 of a Shard\(1\) value"),
+    ("flip of slices", on(lambda x: ops.flip(x, 1), S(1)), r"getitem of a part of dim 1 of a Shard\(1\) value"),
     # Invariant and others.
     *[("no copy", on(ops.add, I, s), f"add of an Invariant and a {s.name}.* value over tp; {COPY}") for s in (R, S(1))],
     (
@@ -331,6 +421,9 @@ WRONG = [
     ("no copy of a norm's bias", norm(S(1), R, I), COPY),
     ("no copy of a branch's bias", residual_norm(S(1), S(1), I, R, R), COPY),
     ("no copy of the norm after a branch", residual_norm(S(1), S(1), R, R, I), COPY),
+    ("no copy of a branch's bias before an rms norm", residual_rms_norm(S(1), S(1), I, R), COPY),
+    ("no copy of the rms norm after a branch", residual_rms_norm(S(1), S(1), R, I), COPY),
+    ("no copy of keys and values", pack_rotary(S(2), I), COPY),
     ("no copy of the stream", on(ops.residual, I, S(1)), COPY),
     ("branch not summed", on(ops.residual, I, P), "residual of a Partial value and an Invariant one"),
     # Invariant and others, of which a message made one: its twin makes both fit.
@@ -431,6 +524,18 @@ WRONG = [
         on(ops.max_pool2d, P, shape=(2, 4, 4, 6)),
         f"max_pool2d of a Partial value over tp; {MISSING_SUM}",
     ),
+    ("channels of some groups", by_group(S(3), R, R), r"conv2d in 2 groups with a Shard\(3\) value as input 0 over tp"),
+    ("filters of some groups", by_group(R, S(0), R), r"conv2d in 2 groups with a Shard\(0\) value as input 1 over tp"),
+    (
+        "statistics of this rank's rows",
+        batch_statistics(S(0), ELSEWHERE),
+        r"batch_statistics of a Shard\(0\) value, over the rows of this rank alone over tp; its axis must have all",
+    ),
+    ("statistics of channels for rows", batch_statistics(S(3), TP), r"batch_statistics of a Shard\(3\) value over tp"),
+    ("statistics of summands", batch_statistics(P, ELSEWHERE), "batch_statistics of a Partial value over tp"),
+    ("normalized summands", normalized(P, R, R, R), "normalize of a Partial value over tp"),
+    ("channels without their statistics", normalized(S(3), I, S(0), S(0)), "normalize of .* Invariant"),
+    ("parts of means", on(ops.avg_pool2d, S(2), shape=PIXELS), r"avg_pool2d among the pixels of a Shard\(2\) value"),
     ("windows cut", conv2d(R, S(1), R), r"a Shard\(1\) value over tp; Shard\(0\) cuts between filters"),
     (
         "half the channels",
@@ -454,6 +559,13 @@ WRONG = [
     ("norm of summands", norm(P, R, R), f"layer_norm of a Partial value over tp; {MISSING_SUM}"),
     ("norm after a branch", residual_norm(S(2), S(2), S(0), R, R), r"residual_norm along dim 2 of a Shard\(2\) value"),
     ("norm after summands", residual_norm(P, P, P, R, R), f"residual_norm of a Partial value over tp; {MISSING_SUM}"),
+    (
+        "rms norm of summands",
+        (ops.rms_norm, [(X, P), ((6,), R)]),
+        f"rms_norm of a Partial value over tp; {MISSING_SUM}",
+    ),
+    ("rms norm after a branch", residual_rms_norm(S(2), S(2), S(0), R), "residual_rms_norm along dim 2 of a Shard"),
+    ("gate and up of summands", on(ops.swiglu, P, P), f"swiglu of a Partial value over tp; {MISSING_SUM}"),
     ("softmax along slices", on(ops.softmax, S(2)), r"softmax along dim 2 of a Shard\(2\) value"),
     ("log softmax along slices", on(lambda x: ops.log_softmax(x, 0), S(0)), r"log_softmax along dim 0 of a Shard\(0\)"),
     (
@@ -719,13 +831,13 @@ def test_every_rule_and_every_arrow_has_programs_that_are_right():
 
 
 def test_every_rule_and_every_arrow_has_programs_that_are_wrong():
-    pass_all = {collectives.MaxOver, SendOff, Split, Transpose, Sum, Dropout, TakeRows, PermuteRows, Jitter}
+    pass_all = {collectives.MaxOver, SendOff, Split, Transpose, Sum, Dropout, TakeRows, PermuteRows, Jitter, Rotary}
     assert set(RULES) - called(WRONG) == pass_all
     assert set(collectives.ARROWS) - called(WRONG) == set()
 
 
 ELEMENTWISE = """Abs Add Cast Clip Cos Div EnterBranch Erf Exp GeluErf GeluTanh LeaveBranch Log Maximum Minimum Mul Neg
-    Pow Power Relu Scale Sigmoid Sin Sqrt Sub Tanh Where""".split()
+    Pow Power Relu Scale Sigmoid Silu Sin Softplus Sqrt Sub Swiglu Tanh Where""".split()
 
 
 def test_every_op_has_a_rule_or_works_element_by_element():

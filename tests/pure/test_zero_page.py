@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import zero
 import zero_page as page
 
-from mpitrain.assemble import gpt_config
+from mpitrain.assemble import sizes_of
 from mpitrain.config import parse
 from mpitrain.plan.memory import gathered, model_state
 from mpitrain.plan.traffic import Step, traffic
 
 KEPT = json.loads(page.KEPT.read_text())
-SIZES = gpt_config(parse([]), zero.VOCAB)
+SIZES = sizes_of(parse([]), zero.VOCAB)
 
 
 def test_the_committed_page_and_picture_are_what_the_committed_figures_give():

@@ -22,6 +22,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.needs import EXACT, NEAR
@@ -50,6 +52,7 @@ class Attention(Function):
         causal: bool,
         drop: float,
         keep_scores: bool,
+        window: int | None,
     ) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(qkv)
         b, s, _ = qkv.shape
@@ -57,8 +60,9 @@ class Attention(Function):
         y = xp.empty((b, s, heads * q.shape[-1]), qkv.dtype)
         scores = None
         if keep_scores:
-            scores = xp.empty((*q.shape[:3], kept_scores(s, s, causal)), wide(qkv.dtype))
+            scores = xp.empty((*q.shape[:3], kept_scores(s, s, causal, first_seen(window))), wide(qkv.dtype))
         how: dict[str, Any] = {"causal": causal, "mask": mask, "rows": rows, "drop": drop, "scores": scores}
+        how["since"] = first_seen(window)
         lse = attend(q, k, v, by_head(y, heads, kv_heads), **how)
         return y, (qkv, mask, rows, y, lse, scores)
 
@@ -78,11 +82,13 @@ class Attention(Function):
         causal: bool,
         drop: float,
         keep_scores: bool,
+        window: int | None,
     ) -> tuple[Any, ...]:
         g, y = (by_head(array, heads, kv_heads) for array in (grad, y))
         d_qkv = array_module(qkv).empty(qkv.shape, qkv.dtype)
         into = split_heads(d_qkv, heads, kv_heads)
         how: dict[str, Any] = {"causal": causal, "mask": mask, "rows": rows, "drop": drop, "scores": scores}
+        how["since"] = first_seen(window)
         attend_backward(g, *split_heads(qkv, heads, kv_heads), y, lse, *into, **how)
         return d_qkv, None, None
 
@@ -97,6 +103,7 @@ def attention(
     rows: Array | None = None,
     drop: float = 0.0,
     keep_scores: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for each head.
 
@@ -107,52 +114,61 @@ def attention(
         kv_heads: how many heads of keys and values it holds; None: as many, each query head its own.
         causal: position i sees positions 0..i only.
         mask: bool array, True where attention is allowed besides that: (b, s) by key (padding), (b, s, s) by query and
-            key (documents), or anything that broadcasts to (b, heads, s, s).
+            key (documents), or anything that broadcasts to (b, heads, s, s).  Or int64 (b, s): the first position that
+            each query sees (documents side by side), and what is before is not computed; where that is after its own,
+            as for padding, it sees nothing.
         rows: uint64 (b, heads, s) from `Draw.attention_rows`, for dropout of the attention weights; None: no dropout.
         drop: the probability with which a weight is dropped.
         keep_scores: the scores wait for backward, which has one product of five less then and gives the same gradients
             to the last bit; else it makes them again, as selective recomputation does.
+        window: with `causal`, position i sees positions i - window + 1..i only; None: from 0 on.
 
     Returns:
         (b, s, heads * d) of qkv's dtype.  A query that may see no position gives 0, and its gradient is exactly 0.
 
     Raises:
-        ShapeError: heads are no multiple of kv_heads, the width is not that of so many heads, or the mask or the rows
-            have another shape.
+        ShapeError: heads are no multiple of kv_heads, the width is not that of so many heads, the mask or the rows have
+            another shape, or the window holds no position or is not of causal attention.
 
-    Cost: 4 s^2 d operations a head, half of them with `causal`, and 2.5 times that in backward; fewer heads of keys and
-        values save none of it, only memory.  Memory for backward: qkv, the result, and a number a query and head; with
-        `keep_scores` also b * heads * `kernels.blocks.kept_scores(s, s, causal)` numbers, which is s^2, and about half
-        of it with `causal`: s (s + 64) / 2 for a multiple of 64.  Numbers are float32 where qkv is a half.
+    Cost: 4 s^2 d operations a head, half of them with `causal`, 4 s window d with a window much shorter than s, and 2.5
+        times that in backward; fewer heads of keys and values save none of it, only memory.  Memory for backward: qkv,
+        the result, and a number a query and head; with `keep_scores` also b * heads * `kernels.blocks.kept_scores(s, s,
+        causal, 1 - window)` numbers, which is s^2, and about half of it with `causal`: s (s + 64) / 2 for a multiple of
+        64; at most s (window + 63) with a window.  Numbers are float32 where qkv is a half.
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Ainslie et al. 2023, arXiv:2305.13245, section 2.2; Dao et al.
-        2022, arXiv:2205.14135; what is kept and what made again: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+        2022, arXiv:2205.14135; what is kept and what made again: Korthikanti et al. 2022, arXiv:2205.05198, section 5;
+        the window: Beltagy et al. 2020, "Longformer", arXiv:2004.05150, section 3.1.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_heads(qkv, heads, kv_heads)
     b, s, _ = qkv.shape
-    mask = checked_mask(mask, (b, heads, s, s))
+    mask = checked_mask(mask, (b, heads, s, s), by_query=True)
     rows = checked_rows(rows, drop, (b, heads, s))
     how: dict[str, Any] = {"causal": causal, "drop": drop, "keep_scores": keep_scores}
+    how["window"] = checked_window(window, s, causal)
     return Attention.apply(qkv, mask, rows, heads=heads, kv_heads=kv_heads, **how)
 
 
-def check_heads(qkv: Tensor, heads: int, kv_heads: int) -> None:
-    """Refuse what is no packed array of so many heads."""
+def check_heads(qkv: Tensor, heads: int, kv_heads: int, op: str = "attention") -> None:
+    """Refuse what is no packed array of so many heads, with a ShapeError that begins with the op's name."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ShapeError(f"attention: {heads} heads of queries in {kv_heads} groups that are not of one size")
+        raise ShapeError(f"{op}: {heads} heads of queries in {kv_heads} groups that are not of one size")
     if qkv.ndim != 3 or qkv.shape[2] % (heads + 2 * kv_heads):
         held = "heads * 3" if heads == kv_heads else "(heads + 2 kv_heads)"
         among = "" if heads == kv_heads else f" and {kv_heads} of keys and values"
-        raise ShapeError(
-            f"attention: qkv {qkv.shape} is not (batch, sequence, {held} * width) for {heads} heads{among}"
-        )
+        raise ShapeError(f"{op}: qkv {qkv.shape} is not (batch, sequence, {held} * width) for {heads} heads{among}")
 
 
-def checked_mask(mask: Array | None, shape: tuple[int, int, int, int]) -> Array | None:
-    """A mask as four dims that broadcast to `shape`, (b, heads, s, t); None for none."""
+def checked_mask(mask: Array | None, shape: tuple[int, int, int, int], by_query: bool = False) -> Array | None:
+    """A mask as four dims that broadcast to `shape`, (b, heads, s, t); None for none.
+
+    `by_query`: it may be the first key of each query instead, int64 (b, s).
+    """
     if mask is None:
         return None
     b, _, s, t = shape
+    if by_query and mask.dtype == np.int64 and mask.shape == (b, s):
+        return mask
     given = mask.shape
     if mask.ndim == 2:
         mask = mask[:, None, None, :]
@@ -175,6 +191,23 @@ def checked_rows(rows: Array | None, drop: float, shape: tuple[int, int, int]) -
         b, heads, s = shape
         raise ShapeError(f"attention: rows {rows.shape}; wanted is one a query of each head, ({b}, {heads}, {s})")
     return rows if drop else None
+
+
+def checked_window(window: int | None, s: int, causal: bool) -> int | None:
+    """A sliding window over s positions; None where it hides none of them."""
+    if window is None:
+        return None
+    if window < 1 or not causal:
+        raise ShapeError(
+            f"attention: a window of {window} positions{'' if causal else ' of attention that is not causal'}; wanted"
+            " are at least 1, a query's own and those before it, with causal=True"
+        )
+    return window if window < s else None
+
+
+def first_seen(window: int | None) -> int | None:
+    """The first key that query 0 sees, as kernels want it, where queries and keys are of the same places."""
+    return None if window is None else 1 - window
 
 
 # ----------------------------------------------------------------------------------------- the parts of a packed array
@@ -206,6 +239,7 @@ def attend(
     drop: float,
     keys: Array | None = None,
     scores: Array | None = None,
+    since: int | None = None,
 ) -> Array:
     """Write softmax(q k^T / sqrt(d)) v into `out`, for groups of queries on the same keys.
 
@@ -214,8 +248,9 @@ def attend(
         k: (b, kv, t, d); v alike.
         out: written.
         scores: (b, kv, g, kept) as for `kernels.attention`, written; None: scores are not kept.
-        causal, mask, rows, drop, keys: as for `kernels.attention`, where the head of a query is kv * g + its member:
-            the mask broadcasts to (b, kv * g, s, t), rows are (b, kv * g, s).
+        causal, mask, rows, drop, keys, since: as for `kernels.attention`, where the head of a query is kv * g + its
+            member: the mask broadcasts to (b, kv * g, s, t), rows are (b, kv * g, s).  A mask of whole numbers is
+            `firsts` of the kernel.
 
     Returns:
         lse (b, kv, g, s), at least float32, the logarithm of the sum of each query's exponentials.
@@ -223,7 +258,7 @@ def attend(
     lse = array_module(q).empty(q.shape[:4], wide(q.dtype))
     for one, here in _members(q, mask, rows, scores):
         lse[one] = kernels.attention(
-            q[one], k, v, out[one], scale=_scale(q), causal=causal, drop=drop, keys=keys, **here
+            q[one], k, v, out[one], scale=_scale(q), causal=causal, drop=drop, keys=keys, since=since, **here
         )
     return lse
 
@@ -245,6 +280,7 @@ def attend_backward(
     drop: float,
     keys: Array | None = None,
     scores: Array | None = None,
+    since: int | None = None,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv; dk and dv are sums over the queries of a group.
 
@@ -255,7 +291,7 @@ def attend_backward(
         lse: (b, kv, g, s) from `attend`, or over further keys, as for `kernels.attention_backward`.
         dk, dv: as k.
         scores: that `attend` wrote; None: they are made again.
-        q, k, v, causal, mask, rows, drop, keys: as for `attend`.
+        q, k, v, causal, mask, rows, drop, keys, since: as for `attend`.
     """
     xp = array_module(q)
     sum_k, sum_v = dk, dv
@@ -266,9 +302,8 @@ def attend_backward(
         if i == 1:
             into_k, into_v = xp.empty(k.shape, sum_k.dtype), xp.empty(v.shape, sum_v.dtype)
         given = grad[one], q[one], k, v, y[one], lse[one]
-        kernels.attention_backward(
-            *given, dq[one], into_k, into_v, scale=_scale(q), causal=causal, drop=drop, keys=keys, **here
-        )
+        here |= {"drop": drop, "keys": keys, "since": since}
+        kernels.attention_backward(*given, dq[one], into_k, into_v, scale=_scale(q), causal=causal, **here)
         if i:
             sum_k += into_k
             sum_v += into_v
@@ -306,6 +341,8 @@ def _members(
     """For each place in a group: the index of its queries in (b, kv, g, ...), and what else is theirs."""
     _, kv_heads, g, _, _ = q.shape
     by_group = kv_heads, g
+    firsts = mask if mask is not None and mask.dtype != bool else None
+    mask = mask if firsts is None else None
     if mask is not None and mask.shape[1] > 1:
         mask = mask.reshape(mask.shape[0], *by_group, *mask.shape[2:])
     if rows is not None:
@@ -316,6 +353,7 @@ def _members(
             one,
             {
                 "mask": mask[one] if mask is not None and mask.ndim == 5 else mask,
+                "firsts": firsts,
                 "rows": None if rows is None else rows[one],
                 "scores": None if scores is None else scores[one],
             },

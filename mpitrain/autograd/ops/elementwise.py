@@ -104,6 +104,39 @@ def _sigmoid(x: Array) -> Array:
     return xp.where(x >= 0, 1, e) / (e + 1)
 
 
+class Silu(Function):
+    """x times its sigmoid (also known as swish); saves x."""
+
+    needs = (NEAR,)
+
+    @staticmethod
+    def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
+        return in_single(lambda x: x * _sigmoid(x), x), (x,)
+
+    @staticmethod
+    def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        def slope(grad: Array, x: Array) -> Array:
+            s = _sigmoid(x)
+            return grad * (s * (1 + x * (1 - s)))
+
+        return (in_single(slope, grad, x),)
+
+
+class Softplus(Function):
+    """log(1 + exp(x)), without overflow and with all digits of small values; saves x."""
+
+    needs = (NEAR,)
+
+    @staticmethod
+    def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
+        xp = array_module(x)
+        return in_single(lambda x: xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x))), x), (x,)
+
+    @staticmethod
+    def backward(grad: Array, x: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        return (in_single(lambda grad, x: grad * _sigmoid(x), grad, x),)
+
+
 class Relu(Function):
     """The positive part; saves its value, of which backward asks the sign."""
 
@@ -222,6 +255,16 @@ def tanh(x: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x))."""
     return Sigmoid.apply(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return Silu.apply(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), a smooth relu."""
+    return Softplus.apply(x)
 
 
 def relu(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Linear(Function):
 
     linear = (0, 2)
     bilinear = True
+    saved_for = {0: 1}
     needs = (NEAR,)
 
     @staticmethod
@@ -46,17 +47,24 @@ class Linear(Function):
             y = kernels.matmul(x.reshape(rows_of(x)), w, dtype=wide(dtype))
             y += b
             y = rounded(y, dtype)
-        return y.reshape(*x.shape[:-1], w.shape[1]), (x, w, None if b is None else b.dtype)
+        return y.reshape(*x.shape[:-1], w.shape[1]), (x, w, x.dtype, None if b is None else b.dtype)
 
     @staticmethod
     def backward(
-        grad: Array, x: Array, w: Array, b_dtype: Any, *, wanted: tuple[bool, ...], dtype: Any = None
+        grad: Array,
+        x: Array | None,
+        w: Array,
+        x_dtype: Any,
+        b_dtype: Any,
+        *,
+        wanted: tuple[bool, ...],
+        dtype: Any = None,
     ) -> tuple[Any, ...]:
         g = grad.reshape(rows_of(grad))
         if wanted[0] and wanted[1]:
             g = widened(g)  # once for two products
-        dx = kernels.matmul(g, w.T, dtype=x.dtype).reshape(x.shape) if wanted[0] else None
-        dw = Product(x.reshape(rows_of(x)).T, g, w.dtype) if wanted[1] else None
+        dx = kernels.matmul(g, w.T, dtype=x_dtype).reshape(*grad.shape[:-1], w.shape[0]) if wanted[0] else None
+        dw = None if x is None or not wanted[1] else Product(x.reshape(rows_of(x)).T, g, w.dtype)
         if len(wanted) == 2:
             return dx, dw
         return dx, dw, summed(kernels.sum_rows(g), b_dtype) if wanted[2] else None

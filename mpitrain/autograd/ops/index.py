@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import Lazy, RowSum, summed
 from mpitrain.autograd.ops.reduce import dims_of
+from mpitrain.autograd.ops.shape import Reshape, Transpose
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.errors import ShapeError
@@ -97,43 +100,108 @@ class GatherAlong(Function):
 # ------------------------------------------------------------------------------------------------------- as functions
 
 
-def _is_array(item: Any) -> bool:
-    return isinstance(item, (list, Tensor)) or (hasattr(item, "ndim") and item.ndim > 0)
-
-
 def getitem(x: Tensor, index: Any) -> Tensor:
-    """x[index].
+    """x[index], as NumPy has it.
 
     Args:
-        index: numbers, slices, None and ..., or one array of integers, alone or among full or partial slices.
+        index: numbers, slices, None and ...; among them arrays of integers, which broadcast to each other, and masks,
+            arrays of bools with the lengths of the dims for which they stand.  Arrays may be Tensors or lists.
 
     Raises:
-        ShapeError: an index that x does not have, or a kind that is not meant (bool arrays, several arrays).
+        ShapeError: an index that x does not have.
+
+    Cost: without arrays none, a view.  A mask on a device waits for it: how many elements there are decides a shape.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    arrays = [i for i, item in enumerate(items) if _is_array(item)]
+    items = list(index) if isinstance(index, tuple) else [index]
     try:
-        if not arrays:
+        if not any(map(_is_array, items)):
             return Getitem.apply(x, index=index)
-        at = arrays[0]
-        ids = items[at].data if isinstance(items[at], Tensor) else items[at]
-        ids = ids if hasattr(ids, "dtype") else array_module(x.data).asarray(ids)
-        others = (*items[:at], *items[at + 1 :])
-        if len(arrays) > 1 or ids.dtype.kind not in "iu" or not all(map(_is_slice, others)):
-            raise ShapeError(
-                f"x[...] of a tensor of shape {x.shape}: one integer array among slices can be taken; for more, use"
-                " take, gather_along or where"
-            )
-        basic = (*items[:at], slice(None), *items[at + 1 :])
-        cut = x if len(items) == 1 else Getitem.apply(x, index=basic)
-        before = any(item is Ellipsis for item in items[:at])  # then the dim counts from the end
-        return take(cut, ids, at - len(items) if before else at)
+        return _picked(x, _spelled(x, items))
     except IndexError as error:
         raise ShapeError(f"x[...] of a tensor of shape {x.shape}: {error}") from None
 
 
-def _is_slice(item: Any) -> bool:
-    return isinstance(item, slice) or item is Ellipsis
+def _is_array(item: Any) -> bool:
+    return isinstance(item, (list, Tensor)) or (hasattr(item, "ndim") and item.ndim > 0)
+
+
+def _spelled(x: Tensor, items: list[Any]) -> list[Any]:
+    """An index with an item for each dim (and None), without dots, and with places in the stead of masks."""
+    xp = array_module(x.data)
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            item = item.data
+        elif isinstance(item, list):
+            item = xp.asarray(item) if item else xp.zeros(0, np.int64)
+        found.append(item)
+    dots = [i for i, item in enumerate(found) if item is Ellipsis]
+    taken = sum([item.ndim if _is_mask(item) else item is not None and item is not Ellipsis for item in found])
+    if len(dots) > 1 or taken > x.ndim:
+        raise IndexError(f"there are {taken} items for {x.ndim} dims" if taken > x.ndim else "... stands there twice")
+    rest = [slice(None)] * (x.ndim - taken)
+    at = dots[0] if dots else len(found)
+    found = [*found[:at], *rest, *found[at + 1 :]]
+    spelled: list[Any] = []
+    dim = 0
+    for item in found:
+        if not _is_mask(item):
+            spelled.append(item)
+            dim += item is not None
+            continue
+        meant = x.shape[dim : dim + item.ndim]
+        if item.shape != meant:
+            raise IndexError(f"a mask of shape {item.shape} stands for dims of lengths {meant}")
+        spelled += xp.nonzero(item)
+        dim += item.ndim
+    return spelled
+
+
+def _is_mask(item: Any) -> bool:
+    return hasattr(item, "ndim") and item.ndim > 0 and item.dtype == bool
+
+
+def _picked(x: Tensor, items: list[Any]) -> Tensor:
+    """x[items], with at least one array of places among them.
+
+    The dims that have one become one dim, and the places in it are numbers of its slices.
+    """
+    basic = tuple([item if item is None or isinstance(item, slice) else slice(None) for item in items])
+    if any(item != slice(None) for item in basic):
+        x = Getitem.apply(x, index=basic)
+    at = [i for i, item in enumerate(items) if basic[i] is not item and not isinstance(item, slice)]
+    lengths = [x.shape[i] for i in at]
+    places = _places([items[i] for i in at], lengths, x)
+    if len(at) == 1:
+        return take(x, places[0], at[0])
+    if at[-1] - at[0] >= len(at):  # others stand between them: then NumPy has their dims in front
+        x = Transpose.apply(x, dims=(*at, *[i for i in range(x.ndim) if i not in at]))
+        at = list(range(len(at)))
+    before, after = x.shape[: at[0]], x.shape[at[-1] + 1 :]
+    flat = places[0]
+    for ids, n in zip(places[1:], lengths[1:], strict=True):
+        flat = flat * n + ids
+    return take(Reshape.apply(x, shape=(*before, math.prod(lengths), *after)), flat, len(before))
+
+
+def _places(arrays: list[Any], lengths: list[int], x: Tensor) -> list[Array]:
+    """Arrays of places, checked where they lie on the host; several of them counted from the start."""
+    xp = array_module(x.data)
+    found = []
+    for ids, n in zip(arrays, lengths, strict=True):
+        if getattr(ids, "ndim", 0) == 0:
+            ids = xp.asarray(_place(ids))
+        ids = integers(ids)
+        if xp is np and ids.size and not (-n <= ids.min() and ids.max() < n):
+            raise IndexError(f"places from {ids.min()} to {ids.max()} along a dim of length {n}")
+        found.append(ids if len(arrays) == 1 else xp.where(ids < 0, ids + n, ids))
+    return found
+
+
+def _place(number: Any) -> int:
+    if not hasattr(number, "__index__") or isinstance(number, bool):
+        raise IndexError(f"{number!r} is no place")
+    return operator.index(number)
 
 
 def take(x: Tensor, ids: Any, dim: int = 0) -> Tensor:

@@ -21,7 +21,7 @@ def _total(x: Array, dims: Dims, keepdims: bool) -> Array:
     return rounded(x.sum(axis=dims, keepdims=keepdims, dtype=wide(x.dtype)), x.dtype)
 
 
-def _spread(y: Array, shape: tuple[int, ...], dims: Dims) -> Array:
+def spread(y: Array, shape: tuple[int, ...], dims: Dims) -> Array:
     """A reduced array with its lost dims back, of length 1."""
     return y.reshape(tuple([1 if i in dims else n for i, n in enumerate(shape)]))
 
@@ -39,7 +39,7 @@ class Sum(Function):
     def backward(
         grad: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
-        return (array_module(grad).broadcast_to(_spread(grad, shape, dims), shape),)
+        return (array_module(grad).broadcast_to(spread(grad, shape, dims), shape),)
 
 
 class Mean(Function):
@@ -50,18 +50,19 @@ class Mean(Function):
     @staticmethod
     def forward(x: Array, *, dims: Dims, keepdims: bool) -> tuple[Array, tuple[Any, ...]]:
         compute = wide(x.dtype)
-        y = x.sum(axis=dims, keepdims=keepdims, dtype=compute) / _count(x.shape, dims)
+        y = x.sum(axis=dims, keepdims=keepdims, dtype=compute) / count(x.shape, dims)
         return rounded(y, x.dtype), (x.shape,)
 
     @staticmethod
     def backward(
         grad: Array, shape: tuple[int, ...], *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
-        each = in_single(lambda grad: grad / _count(shape, dims), _spread(grad, shape, dims))
+        each = in_single(lambda grad: grad / count(shape, dims), spread(grad, shape, dims))
         return (array_module(grad).broadcast_to(each, shape),)
 
 
-def _count(shape: tuple[int, ...], dims: Dims) -> int:
+def count(shape: tuple[int, ...], dims: Dims) -> int:
+    """How many elements lie along some dims."""
     return math.prod([shape[dim] for dim in dims])
 
 
@@ -77,9 +78,9 @@ class Max(Function):
     def backward(
         grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
-        hits = x == _spread(y, x.shape, dims)
+        hits = x == spread(y, x.shape, dims)
         shares = hits.sum(axis=dims, keepdims=True).astype(wide(x.dtype))  # a half does not count beyond 2048
-        each = in_single(lambda grad: grad / shares, _spread(grad, x.shape, dims))
+        each = in_single(lambda grad: grad / shares, spread(grad, x.shape, dims))
         return (hits * each,)
 
 
@@ -112,7 +113,7 @@ class Logsumexp(Function):
         grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool
     ) -> tuple[Any, ...]:
         xp = array_module(x)
-        p = xp.exp(widened(x) - xp.maximum(y, xp.finfo(y.dtype).min)) * widened(_spread(grad, x.shape, dims))
+        p = xp.exp(widened(x) - xp.maximum(y, xp.finfo(y.dtype).min)) * widened(spread(grad, x.shape, dims))
         return (rounded(p, x.dtype),)
 
 
@@ -122,7 +123,7 @@ class Var(Function):
     @staticmethod
     def forward(x: Array, *, dims: Dims, keepdims: bool, correction: int) -> tuple[Array, tuple[Any, ...]]:
         centered = _centered(x, dims)
-        y = (centered * centered).sum(axis=dims, keepdims=keepdims) / (_count(x.shape, dims) - correction)
+        y = (centered * centered).sum(axis=dims, keepdims=keepdims) / (count(x.shape, dims) - correction)
         return rounded(y, x.dtype), (x,)
 
     @staticmethod
@@ -130,14 +131,39 @@ class Var(Function):
         grad: Array, x: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool, correction: int
     ) -> tuple[Any, ...]:
         dx = _centered(x, dims)
-        dx *= widened(_spread(grad, x.shape, dims))
-        dx *= 2.0 / (_count(x.shape, dims) - correction)
+        dx *= widened(spread(grad, x.shape, dims))
+        dx *= 2.0 / (count(x.shape, dims) - correction)
         return (rounded(dx, x.dtype),)
 
 
 def _centered(x: Array, dims: Dims) -> Array:
+    """Distances from the mean; exactly 0 where all elements are equal, whose mean may be rounded."""
     z = widened(x)
-    return z - z.sum(axis=dims, keepdims=True) / _count(x.shape, dims)
+    z = z - z[tuple([slice(1) if dim in dims else slice(None) for dim in range(x.ndim)])]
+    z -= z.sum(axis=dims, keepdims=True) / count(x.shape, dims)
+    return z
+
+
+class Std(Function):
+    """Standard deviation over dims: the root of the variance; its slope where all elements are equal is 0."""
+
+    @staticmethod
+    def forward(x: Array, *, dims: Dims, keepdims: bool, correction: int) -> tuple[Array, tuple[Any, ...]]:
+        centered = _centered(x, dims)
+        y = (centered * centered).sum(axis=dims, keepdims=keepdims) / (count(x.shape, dims) - correction)
+        y = array_module(x).sqrt(y)
+        return rounded(y, x.dtype), (x, y)
+
+    @staticmethod
+    def backward(
+        grad: Array, x: Array, y: Array, *, wanted: tuple[bool, ...], dims: Dims, keepdims: bool, correction: int
+    ) -> tuple[Any, ...]:
+        xp = array_module(x)
+        slope = widened(grad) / xp.where(y == 0, math.inf, y).astype(y.dtype, copy=False)
+        dx = _centered(x, dims)
+        dx *= spread(slope, x.shape, dims)
+        dx *= 1.0 / (count(x.shape, dims) - correction)
+        return (rounded(dx, x.dtype),)
 
 
 class Softmax(Function):
@@ -195,8 +221,13 @@ def dims_of(x: Tensor, dim: int | Dims | None, op: str) -> Dims:
     return dims
 
 
-def _some(x: Tensor, dims: Dims, op: str) -> Dims:
-    if _count(x.shape, dims) == 0:
+def some(x: Tensor, dims: Dims, op: str) -> Dims:
+    """The dims.
+
+    Raises:
+        ShapeError: x has no elements along them.
+    """
+    if count(x.shape, dims) == 0:
         raise ShapeError(f"{op} over dims {dims} of a tensor of shape {x.shape}: there are no elements")
     return dims
 
@@ -208,22 +239,22 @@ def sum(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Ten
 
 def mean(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
     """Mean over a dim, several, or all."""
-    return Mean.apply(x, dims=_some(x, dims_of(x, dim, "mean"), "mean"), keepdims=keepdims)
+    return Mean.apply(x, dims=some(x, dims_of(x, dim, "mean"), "mean"), keepdims=keepdims)
 
 
 def max(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
     """Maximum over a dim, several, or all; equal maxima share the gradient."""
-    return Max.apply(x, dims=_some(x, dims_of(x, dim, "max"), "max"), keepdims=keepdims)
+    return Max.apply(x, dims=some(x, dims_of(x, dim, "max"), "max"), keepdims=keepdims)
 
 
 def min(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
     """Minimum over a dim, several, or all; equal minima share the gradient."""
-    return Min.apply(x, dims=_some(x, dims_of(x, dim, "min"), "min"), keepdims=keepdims)
+    return Min.apply(x, dims=some(x, dims_of(x, dim, "min"), "min"), keepdims=keepdims)
 
 
 def logsumexp(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over a dim, several, or all; -inf where all of x is."""
-    return Logsumexp.apply(x, dims=_some(x, dims_of(x, dim, "logsumexp"), "logsumexp"), keepdims=keepdims)
+    return Logsumexp.apply(x, dims=some(x, dims_of(x, dim, "logsumexp"), "logsumexp"), keepdims=keepdims)
 
 
 def var(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False, correction: int = 0) -> Tensor:
@@ -232,10 +263,23 @@ def var(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False, correc
     Raises:
         ShapeError: no more elements than `correction`.
     """
-    dims = _some(x, dims_of(x, dim, "var"), "var")
-    if _count(x.shape, dims) <= correction:
-        raise ShapeError(f"var: {_count(x.shape, dims)} elements less a correction of {correction}")
-    return Var.apply(x, dims=dims, keepdims=keepdims, correction=correction)
+    return Var.apply(x, dims=_corrected(x, dim, correction, "var"), keepdims=keepdims, correction=correction)
+
+
+def std(x: Tensor, dim: int | Dims | None = None, keepdims: bool = False, correction: int = 0) -> Tensor:
+    """Standard deviation over a dim, several, or all: the root of `var`; where that is 0 the gradient is 0, too.
+
+    Raises:
+        ShapeError: no more elements than `correction`.
+    """
+    return Std.apply(x, dims=_corrected(x, dim, correction, "std"), keepdims=keepdims, correction=correction)
+
+
+def _corrected(x: Tensor, dim: int | Dims | None, correction: int, op: str) -> Dims:
+    dims = some(x, dims_of(x, dim, op), op)
+    if count(x.shape, dims) <= correction:
+        raise ShapeError(f"{op}: {count(x.shape, dims)} elements less a correction of {correction}")
+    return dims
 
 
 def softmax(x: Tensor, dim: int = -1, mask: Array | None = None) -> Tensor:

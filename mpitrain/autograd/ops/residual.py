@@ -44,12 +44,12 @@ class Residual(Function):
     def forward(
         x: Array, y: Array, bias: Array | None, rows: Array | None, *, p: float
     ) -> tuple[Array, tuple[Any, ...]]:
-        _check_branch("residual", x, y, bias)
+        check_branch("residual", x, y, bias)
         return kernels.residual(x, y, bias, rows, p), (rows,)
 
     @staticmethod
     def backward(grad: Array, rows: Array | None, *, wanted: tuple[bool, ...], p: float) -> tuple[Any, ...]:
-        return grad, *_branch_gradients(grad, rows, wanted, p), None
+        return grad, *branch_gradients(grad, rows, wanted, p), None
 
 
 class ResidualNorm(Function):
@@ -73,7 +73,7 @@ class ResidualNorm(Function):
         p: float,
         eps: float,
     ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-        _check_branch("residual_norm", x, y, branch_bias)
+        check_branch("residual_norm", x, y, branch_bias)
         check_norm("residual_norm", x, weight, bias)
         total, normed, center, rstd = kernels.residual_norm(x, y, branch_bias, rows, p, weight, bias, eps)
         return (total, normed), (rows, total, center, rstd, weight, bias.dtype)
@@ -97,16 +97,17 @@ class ResidualNorm(Function):
         if of_norm is not None:
             grad, d_weight, d_bias = kernels.layer_norm_backward(of_norm, total, center, rstd, weight, through)
             d_weight, d_bias = summed(d_weight, weight.dtype), summed(d_bias, b_dtype)
-        return grad, *_branch_gradients(grad, rows, wanted, p), None, d_weight, d_bias
+        return grad, *branch_gradients(grad, rows, wanted, p), None, d_weight, d_bias
 
 
-def _check_branch(op: str, x: Array, y: Array, bias: Array | None) -> None:
+def check_branch(op: str, x: Array, y: Array, bias: Array | None) -> None:
+    """Refuse a branch y, or its bias, that does not fit the stream x, with a ShapeError that begins with the op."""
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ShapeError(f"{op}: x {x.shape} {x.dtype} and y {y.shape} {y.dtype} differ")
     check_bias(op, y, bias)
 
 
-def _branch_gradients(grad: Array, rows: Array | None, wanted: tuple[bool, ...], p: float) -> tuple[Any, Any]:
+def branch_gradients(grad: Array, rows: Array | None, wanted: tuple[bool, ...], p: float) -> tuple[Any, Any]:
     """Gradients of a branch y and its bias from that of x + dropout(y + bias)."""
     if not (wanted[1] or wanted[2]):
         return None, None
@@ -128,7 +129,7 @@ def dropout(x: Tensor, rows: Array, p: float) -> Tensor:
     Raises:
         ShapeError: rows is not x's shape without the last dim.
     """
-    _check_rows("dropout", x, rows)
+    check_rows("dropout", x, rows)
     return Dropout.apply(x, rows, p=p) if p else x
 
 
@@ -147,7 +148,7 @@ def residual(x: Tensor, y: Tensor, bias: Tensor | None = None, *, rows: Array | 
 
     Cost: one pass; the gradient of x, and without dropout that of y, is the gradient that comes in, uncopied.
     """
-    _check_rows("residual", y, rows)
+    check_rows("residual", y, rows)
     return Residual.apply(x, y, bias, rows if p else None, p=p)
 
 
@@ -181,10 +182,11 @@ def residual_norm(
 
     Cost: one pass forward; backward adds the two gradients of the sum in the pass that makes one of them.
     """
-    _check_rows("residual_norm", y, rows)
+    check_rows("residual_norm", y, rows)
     return ResidualNorm.apply(x, y, branch_bias, rows if p else None, weight, bias, p=p, eps=eps)
 
 
-def _check_rows(op: str, x: Tensor, rows: Array | None) -> None:
+def check_rows(op: str, x: Tensor, rows: Array | None) -> None:
+    """Refuse hashes of a dropout that are not one a row of x, with a ShapeError that begins with the op's name."""
     if rows is not None and rows.shape != x.shape[:-1]:
         raise ShapeError(f"{op}: x {x.shape} wants rows {x.shape[:-1]}, got {rows.shape}")

@@ -9,6 +9,9 @@ The two are softmaxes over different keys, which are merged.  Nothing is compute
 together do the work of the whole sequence.  Dropout's columns are the keys' places in it, so any slicing gives the same
 numbers.  Halves are merged, and added up, in float32.
 
+With a sliding window earlier slices that no query sees are left out, and of the others the kernel skips the keys before
+the window.
+
 Shapes: b sample, l places of the slice, c places of all earlier ones together, w the packed width of attention.py.
 Source: Li et al. 2021, "TeraPipe", arXiv:2102.07988, section 3.1.
 """
@@ -28,6 +31,7 @@ from mpitrain.autograd.ops.attention import (
     check_heads,
     checked_mask,
     checked_rows,
+    checked_window,
     merge,
     rounded,
     split_heads,
@@ -44,13 +48,21 @@ class SliceAttention(Function):
 
     @staticmethod
     def forward(
-        qkv: Array, mask: Array | None, rows: Array | None, *past: Array, heads: int, kv_heads: int, drop: float
+        qkv: Array,
+        mask: Array | None,
+        rows: Array | None,
+        *past: Array,
+        heads: int,
+        kv_heads: int,
+        drop: float,
+        window: int | None,
+        skipped: int,
     ) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(qkv)
         compute = wide(qkv.dtype)
         q, k, v = split_heads(qkv, heads, kv_heads)
         earlier = _joined(past, heads, kv_heads)
-        rectangle, triangle = _how(earlier[0].shape[2], q, mask, rows, drop)
+        rectangle, triangle = _how(earlier[0].shape[2], q, mask, rows, drop, window, skipped)
         y = xp.empty((*qkv.shape[:2], heads * q.shape[-1]), compute)
         out, more = by_head(y, heads, kv_heads), xp.empty(q.shape, compute)
         lse = attend(q, *earlier, out, **rectangle)
@@ -71,12 +83,14 @@ class SliceAttention(Function):
         heads: int,
         kv_heads: int,
         drop: float,
+        window: int | None,
+        skipped: int,
     ) -> tuple[Any, ...]:
         xp = array_module(qkv)
         compute = wide(qkv.dtype)
         q, k, v = split_heads(qkv, heads, kv_heads)
         earlier = _joined(past, heads, kv_heads)
-        rectangle, triangle = _how(earlier[0].shape[2], q, mask, rows, drop)
+        rectangle, triangle = _how(earlier[0].shape[2], q, mask, rows, drop, window, skipped)
         g, y = (by_head(array, heads, kv_heads) for array in (grad, y))
         d_qkv = xp.empty(qkv.shape, compute)
         dq, dk, dv = split_heads(d_qkv, heads, kv_heads)
@@ -87,13 +101,19 @@ class SliceAttention(Function):
         return rounded(d_qkv, qkv.dtype), None, None, *_parted(sums, past, wanted[3:], heads, kv_heads)
 
 
-def _how(c: int, q: Array, mask: Array | None, rows: Array | None, drop: float) -> list[dict[str, Any]]:
-    """How the kernel is told to do the rectangle, with c keys, and the triangle."""
+def _how(
+    c: int, q: Array, mask: Array | None, rows: Array | None, drop: float, window: int | None, skipped: int
+) -> list[dict[str, Any]]:
+    """How the kernel is told to do the rectangle, with c keys after those that were skipped, and the triangle."""
     masks = [None, None] if mask is None else [mask, mask] if mask.shape[3] == 1 else [mask[..., :c], mask[..., c:]]
-    keys = None if rows is None else array_module(q).arange(c, c + q.shape[3])
+    keys: list[Array | None] = [None, None]
+    if rows is not None:
+        every = array_module(q).arange(skipped, skipped + c + q.shape[3])
+        keys = [every[:c], every[c:]]
+    since = [None, None] if window is None else [c + 1 - window, 1 - window]
     return [
-        {"causal": False, "mask": masks[0], "rows": rows, "drop": drop},
-        {"causal": True, "mask": masks[1], "rows": rows, "drop": drop, "keys": keys},
+        {"causal": causal, "mask": masks[i], "rows": rows, "drop": drop, "keys": keys[i], "since": since[i]}
+        for i, causal in enumerate((False, True))
     ]
 
 
@@ -134,6 +154,7 @@ def slice_attention(
     mask: Array | None = None,
     rows: Array | None = None,
     drop: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of one slice of a sequence: softmax(q k^T / sqrt(d)) v over its own keys and all earlier ones.
 
@@ -147,6 +168,7 @@ def slice_attention(
             key, (b, l, t) by query and key, or anything that broadcasts to (b, heads, l, t).
         rows: uint64 (b, heads, l) from `Draw.attention_rows`, for dropout of the attention weights; None: no dropout.
         drop: the probability with which a weight is dropped.
+        window: a query at place i of the sequence sees places i - window + 1..i only; None: from 0 on.
 
     Returns:
         (b, l, heads * d), the rows that `attention` gives for these places of the whole sequence.
@@ -155,12 +177,13 @@ def slice_attention(
         ShapeError: as `attention`, or an earlier slice is of other samples, another width or another dtype.
 
     Cost: 4 l (c + l/2) d operations a head, and 2.5 times that in backward, which makes the scores again; earlier keys
-        and values are copied once each way.  Memory for backward: qkv, the output and a number a query; earlier slices
+        and values are copied once each way.  With a window there are window keys instead of c + l/2, at most, and
+        slices before it are not touched.  Memory for backward: qkv, the output and a number a query; earlier slices
         belong to who made them.
     Source: Li et al. 2021, "TeraPipe", arXiv:2102.07988, section 3.1.
     """
     if not past:
-        return attention(qkv, heads, kv_heads, mask=mask, rows=rows, drop=drop)
+        return attention(qkv, heads, kv_heads, mask=mask, rows=rows, drop=drop, window=window)
     kv_heads = heads if kv_heads is None else kv_heads
     check_heads(qkv, heads, kv_heads)
     b, length, width = qkv.shape
@@ -173,4 +196,13 @@ def slice_attention(
     t = sum(each.shape[1] for each in past) + length
     mask = checked_mask(mask, (b, heads, length, t))
     rows = checked_rows(rows, drop, (b, heads, length))
-    return SliceAttention.apply(qkv, mask, rows, *past, heads=heads, kv_heads=kv_heads, drop=drop)
+    window = checked_window(window, t, causal=True)
+    skipped = 0
+    if window is not None:
+        hidden, past = t - length + 1 - window, list(past)  # keys before the first query's window
+        while len(past) > 1 and skipped + past[0].shape[1] <= hidden:
+            skipped += past.pop(0).shape[1]
+    how: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "drop": drop, "window": window, "skipped": skipped}
+    if skipped and mask is not None and mask.shape[3] > 1:
+        mask = mask[..., skipped:]
+    return SliceAttention.apply(qkv, mask, rows, *past, **how)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mpitrain.checkpoint import foreign
@@ -67,11 +68,12 @@ class Tool(NamedTuple):
     run: Callable[[list[str], Given], int]
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], more: Mapping[str, Tool] = MappingProxyType({})) -> int:
     """Run `mpitrain checkpoint`.
 
     Args:
         argv: words behind `checkpoint`.
+        more: tools of higher floors, by their words.
 
     Returns:
         0; of verify 1 if something is damaged, of diff 1 if the two are different; 141 if whoever read the output is
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: the command line is wrong, or what it names is no checkpoint, or cannot be read or written.
     """
     try:
-        code = _run(list(argv))
+        code = _run(list(argv), {**TOOLS, **more})
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the end
@@ -89,16 +91,16 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], tools: Mapping[str, Tool]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
-        print(_overview())
+        print(_overview(tools))
         return SAME
     word, *rest = words
-    tool = TOOLS.get(word)
+    tool = tools.get(word)
     if tool is None:
-        near = suggest(word, TOOLS)
+        near = suggest(word, tools)
         raise ConfigError(
-            f"mpitrain checkpoint {show(word)}: there is no such tool; there are {', '.join(TOOLS)}.{near}\n"
+            f"mpitrain checkpoint {show(word)}: there is no such tool; there are {', '.join(tools)}.{near}\n"
             "mpitrain checkpoint --help says what each does."
         )
     if "--help" in rest or "-h" in rest:
@@ -285,17 +287,17 @@ TOOLS: Mapping[str, Tool] = {
 }
 
 
-def _overview() -> str:
+def _overview(tools: Mapping[str, Tool]) -> str:
     lines = [
         f"{'usage: ' if not number else '       '}mpitrain checkpoint {usage}"
-        for number, usage in enumerate(usage for tool in TOOLS.values() for usage in tool.usage)
+        for number, usage in enumerate(usage for tool in tools.values() for usage in tool.usage)
     ]
     lines += [
         "",
         "PATH, A, B and SRC are a checkpoint (RUN/checkpoints/step-00000100), a run, whose newest one is meant, or a",
         "file that reshard --one-file wrote; inspect also takes an HDF5 file of another program.",
     ]
-    for word, tool in TOOLS.items():
+    for word, tool in tools.items():
         first, *rest = tool.help.splitlines()
         lines += ["", f"{word:<9} {first}", *(f"{'':<9} {line}" for line in rest)]
     return "\n".join([*lines, "", "mpitrain checkpoint WORD --help lists the options of a word."])

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.catalog import MODELS, OF_MODEL
 from mpitrain.checkpoint import foreign
 from mpitrain.checkpoint.manifest import MANIFEST, Logical
 from mpitrain.checkpoint.tools import wording
 from mpitrain.checkpoint.tools.source import Source, chosen, kind_of, nbytes
-from mpitrain.config import DEFAULT_LR, MODELS, OPTIONS, SIZES
+from mpitrain.config import DEFAULT_LR, OPTIONS
 from mpitrain.options import show
 
 _NUMBER = re.compile(r"\.([0-9]{1,6})(?=\.)")
@@ -75,7 +76,7 @@ def _about(source: Source) -> list[str]:
 def flags_of(config: Mapping[str, Any]) -> list[str]:
     """Saved settings as the flags that ask for them; those that are what they would be anyway are left out."""
     model = MODELS.get(str(config.get("model")), {})
-    usual = {**{name: option.default for name, option in OPTIONS.items()}, **{s: model.get(s) for s in SIZES}}
+    usual = {**{name: option.default for name, option in OPTIONS.items()}, **{s: model.get(s) for s in OF_MODEL}}
     usual |= {"lr": DEFAULT_LR.get(str(config.get("optimizer"))), "top_k": 2 if config.get("router") == "gshard" else 1}
     flags = []
     for name in [*(name for name in OPTIONS if name in config), *(name for name in config if name not in OPTIONS)]:

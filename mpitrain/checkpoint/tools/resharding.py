@@ -66,7 +66,7 @@ def to_files(
     Raises:
         CheckpointError: see `check_target`; or it cannot be read or written.
     """
-    with _lock_of_run(target), _draft(target) as draft:
+    with _lock_of_run(target), drafted(target) as draft:
         slabs: dict[str, list[Slab]] = {name: [] for name in manifest.tensors}
         files: dict[str, FileEntry] = {}
         for number, shares in enumerate(deal(manifest.tensors, num_files)):
@@ -136,7 +136,7 @@ def to_one_file(source: Source, manifest: Manifest, target: Path, told: Callable
         whole = tuple(slice(0, length) for length in manifest.tensors[name].shape)
         return _blocks(source, Share(name, whole), told)
 
-    with _draft(target) as draft:
+    with drafted(target) as draft:
         size = onefile.write(draft / target.name, replace(manifest, versions=versions()), blocks)
         disk.rename(draft / target.name, target)
         disk.sync_folder(target.parent)
@@ -207,7 +207,7 @@ def _lock_of_run(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _draft(target: Path) -> Iterator[Path]:
+def drafted(target: Path) -> Iterator[Path]:
     """A folder of a temporary name to write into; whatever goes wrong, nothing of it stays.
 
     It is locked for as long as it is written: what a killed job left behind is removed, what another job writes is not.

@@ -120,7 +120,8 @@ def _master(view: Watch, name: str) -> Found:
     p = view.shares.get(name)
     if p is None:
         return Found(view.rank, None, NOT_HERE)
-    return _held(view, p, p.master, _apart(view), "the weights themselves" if p.master is p.data else "")
+    own = p.frozen or p.master is p.data
+    return _held(view, p, p.master, _apart(view), "the weights themselves" if own else "")
 
 
 def _apart(view: Watch) -> tuple[str, ...]:
@@ -165,6 +166,8 @@ def _gradient(view: Watch, name: str) -> Found:
     p, share = view.parameters.get(name), view.shares.get(name)
     if p is None or share is None:
         return Found(view.rank, None, NOT_HERE)
+    if p.frozen:
+        return Found(view.rank, None, "none: it is frozen", p.full_shape)
     is_rows = isinstance(share, Share) and (p.grad is None or _past(view))
     held = share if is_rows else p
     if not held.touched:

@@ -125,7 +125,7 @@ class Watch:
         if executor is not self.executor:
             self.executor, self.mesh = executor, executor.mesh
             self.parameters = {p.name: p for p in executor.model.parameters()}
-            self.shares = {p.name: p for p in executor.model.shares()}
+            self.shares = {p.name: p for p in executor.model.kept()}
             self.onlooker = Onlooker(executor.model.parameters(), executor.mesh, executor.reducer.apart)
         self.action, self.batch, self.acts = info["action"], info["batch"], phase == "begin"
         self.step = info["step"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mpitrain.autograd.ops.contraction import Contract
 from mpitrain.autograd.ops.convolution import Conv2d
 from mpitrain.autograd.ops.experts import GroupedMatmul
 from mpitrain.autograd.ops.fused import Linear
@@ -83,10 +84,12 @@ def sources(wrong: Mismatch, call: Call, known: Sequence[Known | None], axis: st
 
 
 def _is_product(call: Call) -> bool:
-    return issubclass(call.function, (Linear, Matmul, GroupedMatmul, Conv2d))
+    return issubclass(call.function, (Linear, Matmul, GroupedMatmul, Conv2d, Contract))
 
 
 def _is_weight(call: Call, i: int) -> bool:
+    if issubclass(call.function, Contract):
+        return False  # which of its dims are outputs, its letters say
     ndim = 4 if issubclass(call.function, Conv2d) else 3 if issubclass(call.function, GroupedMatmul) else 2
     return i == 1 and bool(call.parameter(i)) and call.ndim(i) == ndim and _is_product(call)
 
@@ -122,7 +125,7 @@ def no_copy(call: Call, i: int, j: int, other: State) -> tuple[str, list[tuple[i
             whole = "Replicate if each uses the whole for its own tokens"
             return f"{_spec(call, i, INVARIANT)}: {columns}, {whole}", fits
         dim = -1 if other.dim is None else other.dim - _ndim(call) + call.ndim(i)
-        if dim >= 0 and not issubclass(call.function, (Take, GatherAlong)):
+        if dim >= 0 and not issubclass(call.function, (Take, GatherAlong, Contract)):
             choice = f"Shard({dim}) if it is cut as the other is, Replicate if each rank uses the whole"
             return f"{_spec(call, i, INVARIANT)}: {choice}", fits
         before = "an all_reduce of the other is missing, or " if other == PARTIAL else ""

@@ -32,6 +32,8 @@ def follow(function: type[Arrow], call: Call, states: States) -> State:
     state = states[0]
     if issubclass(function, (AllToAll, Arrive)) and start == end:
         start, end = (sent(start), start) if is_sent(state) else (start, sent(start))  # slices change places, and back
+    if function.any_rows and state is not None and state.dim is not None and state.dim != ndim - 1:
+        start = state if not is_sent(state) else start
     if state is not None and state != start:
         way = _way(call.title, start, state) if function.like is None else f"it takes {a_state(start)} one"
         raise Mismatch(f"{call.title} of {a_state(state)} value", way, fits=[(0, start)])

@@ -92,6 +92,20 @@ def matmul(call: Call, states: States) -> Outcome:
     return contract(call, states, (m - 1, max(n - 2, 0)), place)
 
 
+def by_letters(call: Call, states: States) -> Outcome:
+    """A product of two values of which each dim has a letter; letters that the result has not are summed over."""
+    *of, result = call.static["letters"]
+
+    def place(i: int, dim: int) -> int:
+        return int(result.index(of[i][dim]))
+
+    cut = [of[i][state.dim] for i, state in enumerate(states) if state is not None and state.dim is not None]
+    summed = next((letter for letter in cut if letter not in result), None)
+    if summed is None:
+        return mix(call, [(i, moved(states[i], partial(place, i))) for i in (0, 1)])
+    return contract(call, states, (of[0].index(summed), of[1].index(summed)), place)
+
+
 # ----------------------------------------------------------------------------------------- ops that mix along some dims
 
 
@@ -117,11 +131,12 @@ def last(call: Call) -> int:
 
 
 def residual_norm(call: Call, states: States) -> Outcome:
-    """x + dropout(y + bias), and its norm: inputs x, y, bias, rows, weight, bias of the norm."""
+    """x + dropout(y + bias), and its norm: inputs x, y, bias, rows, and what scales and shifts the norm."""
     total = mix(call, aligned(call, [(i, states[i]) for i in (0, 1, 2)]))
     if total is not None and total.dim == last(call):
         raise mixes(call, total)
-    return mix(call, [(0, total), *aligned(call, [(0, None), (4, states[4]), (5, states[5])])])
+    of_norm = [(i, states[i]) for i in range(4, len(states))]
+    return mix(call, [(0, total), *aligned(call, [(0, None), *of_norm])])
 
 
 def residual(call: Call, states: States) -> Outcome:
@@ -191,6 +206,11 @@ def reshape(call: Call, states: States) -> Outcome:
         way = "its slices would not be slices of the result: an all_gather is missing before it, or a transpose"
         raise Mismatch(f"{call.title} of a {state} value to {len(new)} dims", way)
     return tuple(at(state, dim) for dim in fits)
+
+
+def both(call: Call, states: States) -> Outcome:
+    """Inputs 0 and 1, cut alike, beside each other; the others say only what happens to them."""
+    return mix(call, [(i, states[i]) for i in (0, 1)])
 
 
 def concat(call: Call, states: States) -> Outcome:

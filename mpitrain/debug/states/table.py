@@ -12,35 +12,51 @@ import numpy as np
 
 from mpitrain import collectives
 from mpitrain.autograd.function import Function
-from mpitrain.autograd.ops import experts, fused, index, linalg, reduce, shape
+from mpitrain.autograd.ops import cumulative, experts, fused, index, linalg, reduce, shape
 from mpitrain.autograd.ops.attention import Attention
+from mpitrain.autograd.ops.contraction import Contract
 from mpitrain.autograd.ops.convolution import Conv2d
-from mpitrain.autograd.ops.pooling import MaxPool2d
+from mpitrain.autograd.ops.normalize import Normalize
+from mpitrain.autograd.ops.pooling import AvgPool2d, MaxPool2d
 from mpitrain.autograd.ops.residual import Dropout, Residual, ResidualNorm
+from mpitrain.autograd.ops.rms_norm import ResidualRmsNorm, RmsNorm
+from mpitrain.autograd.ops.rotary import PackRotary, Rotary
 from mpitrain.autograd.ops.slices import SliceAttention
 from mpitrain.debug.states import images, routed, rules
 from mpitrain.debug.states.mixing import Call, Mismatch, States, a_state
 from mpitrain.debug.states.rules import Rule
+from mpitrain.parallel.batch_norm import BatchStatistics
 from mpitrain.parallel.expert import overlap
 
 RULES: Mapping[type[Function], Rule] = MappingProxyType(
     {
         linalg.Matmul: rules.matmul,
+        Contract: rules.by_letters,
         fused.Linear: rules.linear,
         fused.LayerNorm: rules.along(rules.last),
         Attention: rules.attention,
         SliceAttention: rules.slice_attention,
         Conv2d: images.conv2d,
-        MaxPool2d: images.max_pool2d,
+        AvgPool2d: images.pool2d,
+        MaxPool2d: images.pool2d,
+        BatchStatistics: images.batch_statistics,
+        Normalize: images.normalize,
         fused.SoftmaxCrossEntropy: rules.cross_entropy,
         Dropout: rules.first,
         Residual: rules.residual,
         ResidualNorm: rules.residual_norm,
+        RmsNorm: rules.along(rules.last),
+        ResidualRmsNorm: rules.residual_norm,
+        Rotary: rules.first,
+        PackRotary: rules.both,
         reduce.Sum: rules.reduction,
         reduce.Mean: rules.reduction,
         reduce.Max: rules.reduction,
         reduce.Logsumexp: rules.reduction,
         reduce.Var: rules.reduction,
+        reduce.Std: rules.reduction,
+        cumulative.Prod: rules.reduction,
+        cumulative.Cumsum: rules.along(lambda call: call.static["dim"]),
         reduce.Softmax: rules.along(lambda call: call.static["dim"]),
         reduce.LogSoftmax: rules.along(lambda call: call.static["dim"]),
         shape.Reshape: rules.reshape,

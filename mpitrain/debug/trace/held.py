@@ -71,7 +71,8 @@ class Held:
 
     def _model_state(self) -> dict[str, int]:
         found = dict.fromkeys((owners.WEIGHTS, owners.MASTERS, owners.GRADIENTS, owners.STATE), 0)
-        for flat in self._executor.model.flats:
+        model = self._executor.model
+        for flat in (*model.flats, *model.frozen_flats):
             found[owners.WEIGHTS] += _nbytes(flat.weights)
             found[owners.MASTERS] += 0 if flat.masters is flat.weights else _nbytes(flat.masters)
             found[owners.GRADIENTS] += _nbytes(flat.grads)

@@ -139,13 +139,31 @@ static void unpack(const mt_attention *a, const REAL *x, len ldx, mt_heads out, 
 typedef struct {
     const uint8_t *mask; /* of this query, or NULL */
     len mask_step;
-    len visible;         /* keys 0 .. visible - 1 */
+    len since, visible;  /* keys since .. visible - 1 */
     int drops;
     mt_word row;
 } mt_query;
 
+/* The first key that a query sees; not after the last one that there is for it. */
+static inline len first_of(const mt_attention *a, len sample, len query) {
+    const len first = mt_since(a, query), stop = a->causal ? query + 1 : a->t;
+    if (!a->firsts) return first;
+    const int64_t later = a->firsts[sample * a->s + query];
+    return later > stop ? stop : later > first ? (len)later : first;
+}
+
+/* The beginning of the panel with the first key that any of the queries start .. start + m - 1 sees. */
+static inline len first_panel(const mt_attention *a, len sample, len start, len m) {
+    len first = first_of(a, sample, start);
+    for (len i = 1; a->firsts && i < m; i++) {
+        const len other = first_of(a, sample, start + i);
+        first = other < first ? other : first;
+    }
+    return first / NR * NR;
+}
+
 static inline mt_query query_of(const mt_attention *a, len sample, len head, len query) {
-    mt_query q = {NULL, 0, a->causal ? query + 1 : a->t, a->rows != NULL, 0};
+    mt_query q = {NULL, 0, first_of(a, sample, query), a->causal ? query + 1 : a->t, a->rows != NULL, 0};
     if (a->mask) {
         q.mask = a->mask + sample * a->mask_strides[0] + head * a->mask_strides[1] + query * a->mask_strides[2];
         q.mask_step = a->mask_strides[3];
@@ -158,8 +176,10 @@ static inline mt_query query_of(const mt_attention *a, len sample, len head, len
 static inline void hide(REAL *scores, const mt_query *q, len first, len n, len room) {
     if (q->mask)
         for (len j = 0; j < n; j++) scores[j] = q->mask[(first + j) * q->mask_step] ? scores[j] : -(REAL)INFINITY;
-    len visible = q->visible - first;
+    len visible = q->visible - first, hidden = q->since - first;
     visible = visible < 0 ? 0 : visible > n ? n : visible;
+    hidden = hidden > visible ? visible : hidden;
+    for (len j = 0; j < hidden; j++) scores[j] = -(REAL)INFINITY;
     for (len j = visible; j < room; j++) scores[j] = -(REAL)INFINITY;
 }
 
@@ -187,32 +207,35 @@ static mt_word *columns_of(const mt_attention *a, char **memory) {
     return columns;
 }
 
-/* The scores of one query: all of them, or with causal attention as many as the last query of its stripe sees. */
-static inline REAL *kept_row(const mt_attention *a, len sample, len head, len query, len *count) {
+/* The scores of one query, for keys from *start to *stop: all, or with causal attention those of its stripe. */
+static inline REAL *kept_row(const mt_attention *a, len sample, len head, len query, len *start, len *stop) {
     REAL *row = (REAL *)a->scores + sample * a->scores_b + head * a->scores_h;
-    *count = a->t;
+    *start = 0, *stop = a->t;
     if (!a->causal) return row + query * a->t;
     const len stripe = query / MT_STRIPE, first = stripe * MT_STRIPE;
-    *count = first + MT_STRIPE < a->s ? first + MT_STRIPE : a->s;
-    return row + MT_STRIPE * MT_STRIPE * (stripe * (stripe + 1) / 2) + (query - first) * *count;
+    *start = mt_since(a, first), *stop = first + MT_STRIPE < a->s ? first + MT_STRIPE : a->s;
+    return row + mt_kept_before(a, stripe) + (query - first) * (*stop - *start);
 }
 
-/* Keep what backward would make again: the product, and then, rounded once more, that times the scale. */
-static void keep(const mt_attention *a, len sample, len head, len query, const REAL *RESTRICT product) {
-    len count;
-    REAL *RESTRICT row = kept_row(a, sample, head, query, &count);
-    const len visible = a->causal ? query + 1 : a->t;
+/* Keep what backward would make again: the product, and then, rounded once more, that times the scale.  What a query
+ * does not see is never read, but nothing saved is left to chance.  product[j] is that with key `first` + j. */
+static void keep(const mt_attention *a, len sample, len head, len query, len first, const REAL *RESTRICT product) {
+    len start, stop;
+    REAL *RESTRICT row = kept_row(a, sample, head, query, &start, &stop);
+    const len since = first_of(a, sample, query), visible = a->causal ? query + 1 : a->t;
     const REAL scale = (REAL)a->scale;
-    for (len j = 0; j < visible; j++) row[j] = product[j] * scale;
-    for (len j = visible; j < count; j++) row[j] = REAL_C(0.0); /* never read, but nothing saved is left to chance */
+    for (len j = start; j < since; j++) row[j - start] = REAL_C(0.0);
+    for (len j = since; j < visible; j++) row[j - start] = product[j - first] * scale;
+    for (len j = visible; j < stop; j++) row[j - start] = REAL_C(0.0);
 }
 
 /* Keys first .. first + n - 1 of the scores that were kept, as far as the query sees any. */
 static void recall(const mt_attention *a, len sample, len head, len query, len first, len n, REAL *RESTRICT scores) {
-    len count;
-    const REAL *RESTRICT row = kept_row(a, sample, head, query, &count) + first;
-    const len visible = (a->causal ? query + 1 : a->t) - first, known = visible < n ? visible : n;
-    for (len j = 0; j < known; j++) scores[j] = row[j];
+    len start, stop;
+    const REAL *RESTRICT row = kept_row(a, sample, head, query, &start, &stop);
+    len since = first_of(a, sample, query), visible = a->causal ? query + 1 : a->t;
+    since = since < first ? first : since, visible = visible > first + n ? first + n : visible;
+    for (len j = since; j < visible; j++) scores[j - first] = row[j - start];
 }
 
 /* Ask for rows first .. first + n - 1 of a head ahead of their use.  A head's rows lie a whole token apart, which no
@@ -268,16 +291,17 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                     fetch(v, then, after, from, count, d, 0);
                     fetch(q, then, after, start, m, d, 0);
                 }
-                const len n = a->causal ? start + m : t, room = up(n, NR);
+                /* Of the keys those that the block sees, from the beginning of a panel on. */
+                const len lo = first_panel(a, sample, start, m), n = (a->causal ? start + m : t) - lo, room = up(n, NR);
                 REAL factor[BLOCK];
                 const REAL *queries = rows_of(a, q, sample, head, start, m, q_room, &ld);
-                multiply(0, m, n, d, queries, ld, 1, keys, d * NR, p, ldp);
-                for (len i = 0; a->scores && i < m; i++) keep(a, sample, head, start + i, p + i * ldp);
+                multiply(0, m, n, d, queries, ld, 1, keys + lo * d, d * NR, p, ldp);
+                for (len i = 0; a->scores && i < m; i++) keep(a, sample, head, start + i, lo, p + i * ldp);
                 for (len i = 0; i < m; i++) {
                     REAL *RESTRICT row = p + i * ldp;
                     const mt_query query = query_of(a, sample, head, start + i);
-                    const len live = query.visible < n ? up(query.visible, NR) : room; /* the rest is exp(-inf) */
-                    hide(row, &query, 0, n, live);
+                    const len seen = query.visible - lo, live = seen < n ? up(seen, NR) : room; /* the rest: exp(-inf) */
+                    hide(row, &query, lo, n, live);
                     const REAL highest = row_max(row, live);
                     /* Without any key the maximum is -inf; less a finite number that stays -inf, and its exp is 0. */
                     const REAL peak = highest < REAL_LOWEST ? REAL_LOWEST : highest;
@@ -295,10 +319,10 @@ static void attention(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v,
                     if (query.drops) {
                         factor[i] *= (REAL)a->keep_scale;
                         for (len j = 0; j < live; j++)
-                            row[j] = dropped(row[j], query.row, columns[j], a->threshold, REAL_C(1.0));
+                            row[j] = dropped(row[j], query.row, columns[lo + j], a->threshold, REAL_C(1.0));
                     }
                 }
-                multiply(0, m, d, n, p, ldp, 1, values, t * NR, o, width);
+                multiply(0, m, d, n, p, ldp, 1, values + lo * NR, t * NR, o, width);
                 for (len i = 0; i < m; i++)
                     for (len j = 0; j < d; j++) o[i * width + j] *= factor[i];
                 unpack(a, o, width, out, sample, head, start, m);
@@ -370,7 +394,7 @@ static void attention_backward(const mt_attention *a, mt_heads grad, mt_heads q,
                     for (len j = whole; j < d; j++) lane[j - whole] += g[j] * o[j];
                     delta[i] = lanes_sum(lane);
                 }
-                for (len first = 0; first < visible; first += TILE) {
+                for (len first = first_panel(a, sample, start, m); first < visible; first += TILE) {
                     const len n = visible - first < TILE ? visible - first : TILE, room = up(n, NR);
                     if (!a->scores) multiply(0, m, n, d, queries, ldq, 1, k_t + first * d, d * NR, p, ldp);
                     multiply(0, m, n, d, gradient, ldg, 1, v_t + first * d, d * NR, dp, ldp);

@@ -6,6 +6,7 @@
  */
 #include <float.h>
 #include <math.h>
+#include <string.h>
 #include "numerics.h"
 #include "table.h"
 
@@ -480,6 +481,11 @@ static double sum_of_squares(const void *x_, len count) {
 }
 
 #include "attention.h"
+#include "convolution.h"
+#include "pooling.h"
+#include "rms_norm.h"
+#include "rotary.h"
+#include "swiglu.h"
 
 const mt_table MT_PASTE(mt_table, PRECISION, LEVEL) = {
     .level = MT_LEVEL_NAME,
@@ -492,6 +498,14 @@ const mt_table MT_PASTE(mt_table, PRECISION, LEVEL) = {
     .layer_norm = layer_norm,
     .residual_norm = residual_norm,
     .layer_norm_backward = layer_norm_backward,
+    .rms_norm = rms_norm,
+    .residual_rms_norm = residual_rms_norm,
+    .rms_norm_backward = rms_norm_backward,
+    .swiglu = swiglu,
+    .swiglu_backward = swiglu_backward,
+    .rotary = rotary,
+    .rotary_pack = rotary_pack,
+    .rotary_unpack = rotary_unpack,
     .softmax = softmax,
     .softmax_backward = softmax_backward,
     .cross_entropy = cross_entropy,
@@ -502,6 +516,11 @@ const mt_table MT_PASTE(mt_table, PRECISION, LEVEL) = {
     .jitter = jitter,
     .adamw = adamw,
     .sum_of_squares = sum_of_squares,
+    .convolution_scratch = convolution_scratch,
+    .conv2d = conv2d,
+    .conv2d_filters = conv2d_filters,
+    .max_pool2d = max_pool2d,
+    .max_pool2d_backward = max_pool2d_backward,
     .attention_scratch = attention_scratch,
     .attention = attention,
     .attention_backward = attention_backward,

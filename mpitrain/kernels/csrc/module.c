@@ -465,6 +465,171 @@ METHOD(layer_norm_backward) { /* grad, extra or None, x, center, rstd, weight, d
     return finish(&c, NULL);
 }
 
+METHOD(rms_norm) { /* x, weight, eps, y, rstd, spare */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const void *weight = wides(&c, 1, width, 0);
+    const double eps = number(&c, 2);
+    void *y = reals(&c, 3, n, 1), *rstd = wides(&c, 4, rows, 1);
+    spare(&c, 5, 2, width);
+    if (!c.failed && n)
+        BY_BLOCKS(rows, width, table(&c)->rms_norm(READ(x), weight, eps, WRITE(y), BESIDE(rstd), b.rows, width));
+    return finish(&c, NULL);
+}
+
+/* x, y, branch_bias or None, hashes or None, threshold, keep_scale, weight, eps, sum, out, rstd, spare */
+METHOD(residual_rms_norm) {
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const void *y = reals(&c, 1, n, 0), *branch_bias = maybe_wides(&c, 2, width);
+    const uint64_t *hashes = maybe_hashes(&c, 3, rows);
+    const uint64_t threshold = word(&c, 4);
+    const double keep_scale = number(&c, 5);
+    const void *weight = wides(&c, 6, width, 0);
+    const double eps = number(&c, 7);
+    void *sum = reals(&c, 8, n, 1), *out = reals(&c, 9, n, 1), *rstd = wides(&c, 10, rows, 1);
+    spare(&c, 11, 4, width);
+    if (!c.failed && n && !c.half)
+        WITHOUT_LOCK(n, table(&c)->residual_rms_norm(x, y, branch_bias, hashes, threshold, keep_scale, weight, eps, sum,
+                                                     out, rstd, rows, width));
+    if (!c.failed && n && c.half) /* the norm is that of the sum as it is kept: backward has no other */
+        BY_BLOCKS(rows, width, {
+            void *total = WRITE(sum);
+            table(&c)->residual(READ(x), READ(y), branch_bias, hashes ? hashes + b.first : NULL, threshold, keep_scale,
+                                total, b.rows, width);
+            round_rows(&b);
+            table(&c)->rms_norm(total, weight, eps, WRITE(out), BESIDE(rstd), b.rows, width);
+        });
+    return finish(&c, NULL);
+}
+
+METHOD(rms_norm_backward) { /* grad, extra or None, x, rstd, weight, dx, dw, group, spare */
+    CALL;
+    const void *grad = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const void *extra = maybe_reals(&c, 1, n), *x = reals(&c, 2, n, 0);
+    const void *rstd = wides(&c, 3, rows, 0), *weight = wides(&c, 4, width, 0);
+    void *dx = reals(&c, 5, n, 1), *dw = wides(&c, 6, width, 1), *group = wides(&c, 7, width, 1);
+    spare(&c, 8, 4, width);
+    if (!c.failed)
+        BY_BLOCKS(rows, width, table(&c)->rms_norm_backward(READ(grad), READ(extra), READ(x), BESIDE(rstd), weight,
+                                                            WRITE(dx), dw, group, b.first, b.rows, rows, width));
+    return finish(&c, NULL);
+}
+
+METHOD(swiglu) { /* gate, up, y, spare */
+    CALL;
+    const void *gate = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    const void *up = reals(&c, 1, n, 0);
+    void *y = reals(&c, 2, n, 1);
+    spare(&c, 3, 3, 1);
+    if (!c.failed && n) BY_BLOCKS(n, 1, table(&c)->swiglu(READ(gate), READ(up), WRITE(y), b.rows));
+    return finish(&c, NULL);
+}
+
+METHOD(swiglu_backward) { /* grad, gate, up, d_gate, d_up, spare */
+    CALL;
+    const void *grad = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c);
+    const void *gate = reals(&c, 1, n, 0), *up = reals(&c, 2, n, 0);
+    void *d_gate = reals(&c, 3, n, 1), *d_up = reals(&c, 4, n, 1);
+    spare(&c, 5, 5, 1);
+    if (!c.failed && n)
+        BY_BLOCKS(n, 1, table(&c)->swiglu_backward(READ(grad), READ(gate), READ(up), WRITE(d_gate), WRITE(d_up), b.rows));
+    return finish(&c, NULL);
+}
+
+METHOD(rotary) { /* x, heads of a group, cos (rows, half), sin, y, spare */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t n = elements(&c), width = last_dim(&c), rows = width ? n / width : 0;
+    const long long members = whole(&c, 1);
+    const void *cosines = wides(&c, 2, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t size = elements(&c), half = last_dim(&c), length = half ? size / half : 0;
+    if (!length || rows % length) fail(&c, PyExc_ValueError, "has rows that do not fit", 2);
+    if (members < 1 || (half && (members > width / half || width % (members * 2 * half))))
+        fail(&c, PyExc_ValueError, "is no number of heads in a row", 1);
+    const void *sines = wides(&c, 3, size, 0);
+    void *y = reals(&c, 4, n, 1);
+    spare(&c, 5, 2, width);
+    if (!c.failed && n)
+        BY_BLOCKS(rows, width, table(&c)->rotary(READ(x), cosines, sines, WRITE(y), width / (members * 2 * half),
+                                                 members, half, b.first, b.rows, length));
+    return finish(&c, NULL);
+}
+
+/* How heads lie in arrays of queries, and of keys and values. */
+typedef struct {
+    len groups, queries, half, rows, count; /* queries of a group; rows of the arrays, and of the tables */
+} Heads;
+
+/* From (elements, width) of both, the number of groups (argument `at`) and the tables (`at` + 1). */
+static Heads heads_apart(Call *c, int at, len q_size, len q_width, len kv_size, len kv_width, const void **cosines) {
+    Heads h = {.groups = (len)whole(c, at)};
+    *cosines = reals(c, at + 1, -1, 0);
+    if (c->failed) return h;
+    h.half = last_dim(c);
+    h.count = h.half ? elements(c) / h.half : 0;
+    h.rows = kv_width ? kv_size / kv_width : 0;
+    if (c->half) return fail(c, PyExc_TypeError, "has another dtype", 0), h;
+    if (h.groups < 1 || !kv_width || kv_width % 4 || h.groups > kv_width / 4 || kv_width != 4 * h.half * h.groups)
+        return fail(c, PyExc_ValueError, "is no number of heads in a row", at), h;
+    if (q_width % (kv_width / 2) || q_width * h.rows != q_size || !q_width)
+        return fail(c, PyExc_ValueError, "has rows that do not fit", 0), h;
+    h.queries = q_width / (kv_width / 2);
+    if (!h.count || h.rows % h.count) fail(c, PyExc_ValueError, "has rows that do not fit", at + 1);
+    return h;
+}
+
+METHOD(rotary_pack) { /* q, kv, groups, cos (rows, half), sin, y */
+    CALL;
+    const void *q = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t q_size = elements(&c), q_width = last_dim(&c);
+    const void *kv = reals(&c, 1, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t kv_size = elements(&c), kv_width = last_dim(&c);
+    const void *cosines;
+    const Heads h = heads_apart(&c, 2, q_size, q_width, kv_size, kv_width, &cosines);
+    const void *sines = reals(&c, 4, h.count * h.half, 0);
+    void *y = reals(&c, 5, q_size + kv_size, 1);
+    if (!c.failed)
+        WITHOUT_LOCK(q_size, table(&c)->rotary_pack(q, kv, cosines, sines, y, h.groups, h.queries, h.half, h.rows,
+                                                    h.count));
+    return finish(&c, NULL);
+}
+
+METHOD(rotary_unpack) { /* x, groups, cos (rows, half), sin, q, kv */
+    CALL;
+    const void *x = reals(&c, 0, -1, 0);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t size = elements(&c);
+    void *q = reals(&c, 4, -1, 1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t q_size = elements(&c), q_width = last_dim(&c);
+    void *kv = reals(&c, 5, -1, 1);
+    if (c.failed) return finish(&c, NULL);
+    const Py_ssize_t kv_size = elements(&c), kv_width = last_dim(&c);
+    if (q_size + kv_size != size) fail(&c, PyExc_ValueError, "has another length", 0);
+    const void *cosines;
+    const Heads h = heads_apart(&c, 1, q_size, q_width, kv_size, kv_width, &cosines);
+    const void *sines = reals(&c, 3, h.count * h.half, 0);
+    if (!c.failed)
+        WITHOUT_LOCK(q_size, table(&c)->rotary_unpack(x, cosines, sines, q, kv, h.groups, h.queries, h.half, h.rows,
+                                                      h.count));
+    return finish(&c, NULL);
+}
+
 METHOD(softmax) { /* x, y, spare */
     CALL;
     const void *x = reals(&c, 0, -1, 0);
@@ -674,19 +839,28 @@ static mt_heads heads(Call *call, int at, Py_ssize_t shape[4], int writable) {
     return x;
 }
 
-/* How many scores are kept of a head; where each lies tells kept_row in attention.h. */
+/* How many scores are kept of a head. */
 static Py_ssize_t num_kept(const mt_attention *a) {
     const Py_ssize_t stripes = a->s / MT_STRIPE, rest = a->s % MT_STRIPE;
-    return a->causal ? MT_STRIPE * MT_STRIPE * (stripes * (stripes + 1) / 2) + rest * a->s : a->s * a->t;
+    if (!a->causal) return a->s * a->t;
+    const Py_ssize_t from = mt_since(a, stripes * MT_STRIPE);
+    return mt_kept_before(a, stripes) + (rest ? rest * (a->s - from) : 0);
 }
 
 /* causal, scale, mask or None, hashes or None, keys or None, threshold, keep_scale, scratch, scores or None, whether
- * halves are bfloat16: from argument `at` on */
+ * halves are bfloat16, the first key of query 0 or None, that of each query or None: from argument `at` on */
 static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], Py_ssize_t keys, int backward) {
     mt_attention a = {.b = shape[0], .h = shape[1], .s = shape[2], .t = keys, .d = shape[3]};
     a.causal = (int)whole(c, at);
     if (a.causal && a.s != a.t) fail(c, PyExc_ValueError, "wants as many keys as queries", at);
+    a.since = -a.s;
+    if (!absent(c, at + 10)) {
+        const long long first = whole(c, at + 10);
+        a.since = first < -a.s ? -a.s : first > a.t ? a.t : (len)first;
+        if (a.causal && a.since > 0) fail(c, PyExc_ValueError, "hides a query's own key", at + 10);
+    }
     a.scale = number(c, at + 1);
+    if (!absent(c, at + 11)) a.firsts = integers(c, at + 11, a.b * a.s);
     if (!absent(c, at + 2)) {
         const Py_buffer *b = take(c, at + 2, PyBUF_STRIDES, "?", 1);
         if (b && b->ndim != 4) fail(c, PyExc_ValueError, "is not (b, h, s, t)", at + 2);
@@ -713,6 +887,7 @@ static mt_attention setting(Call *c, int at, const Py_ssize_t shape[4], Py_ssize
             fail(c, PyExc_ValueError, "has gaps in its last dim", at + 8);
         if (!c->failed && (b->strides[0] % c->itemsize || b->strides[1] % c->itemsize))
             fail(c, PyExc_ValueError, "has odd strides", at + 8);
+        if (!a.causal && a.since > -a.s) fail(c, PyExc_ValueError, "wants causal attention where keys are left out", at + 8);
         if (!c->failed) {
             a.scores = b->buf;
             a.scores_b = b->strides[0] / c->itemsize, a.scores_h = b->strides[1] / c->itemsize;
@@ -775,6 +950,120 @@ METHOD(attention_backward) { /* lse, grad, q, k, v, y, dq, dk, dv, then the sett
     return finish(&c, NULL);
 }
 
+/* ---------------------------------------------------------------------------------------------------------- images */
+
+/* From argument `at` on, as whole numbers: images b, h, w, channels and filters of a group, groups, window kh, kw,
+ * stride, padding, dilation (two each). */
+static mt_convolution geometry(Call *c, int at) {
+    mt_convolution a = {0};
+    len *const fields[] = {&a.b, &a.h, &a.w, &a.c, &a.out, &a.groups, &a.kh, &a.kw};
+    len *const pairs[] = {a.stride, a.padding, a.dilation};
+    for (int i = 0; i < 14; i++) {
+        const long long value = whole(c, at + i);
+        const int from = i == 0 || (i > 9 && i < 12) ? 0 : 1; /* there may be no images, and no padding */
+        if (!c->failed && (value < from || value > 1 << 24)) fail(c, PyExc_ValueError, "is out of range", at + i);
+        if (i < 8)
+            *fields[i] = (len)value;
+        else
+            pairs[(i - 8) / 2][i % 2] = (len)value;
+    }
+    if (c->failed) return a;
+    const len down = a.h + 2 * a.padding[0] - (a.kh - 1) * a.dilation[0] - 1;
+    const len right = a.w + 2 * a.padding[1] - (a.kw - 1) * a.dilation[1] - 1;
+    if (down < 0 || right < 0) return fail(c, PyExc_ValueError, "is larger than the image", at + 6), a;
+    a.oh = down / a.stride[0] + 1, a.ow = right / a.stride[1] + 1;
+    const double most = 4611686018427387904.0 / 64; /* bytes of the largest array must fit 63 bits */
+    const double pixels = (double)(a.h + 2 * a.padding[0]) * (double)(a.w + 2 * a.padding[1]) * (double)a.groups;
+    if (pixels * (double)(a.c > a.out ? a.c : a.out) * (double)(a.b + 1) > most ||
+        (double)a.kh * (double)a.kw * (double)a.c * (double)(a.out + 64) * (double)a.groups > most)
+        fail(c, PyExc_ValueError, "is out of range", at);
+    return a;
+}
+
+static void *scratch_of(Call *c, int at, const mt_convolution *a, int backward) {
+    void *scratch = array(c, at, -1, 1, "B", 1);
+    if (!c->failed && elements(c) < table(c)->convolution_scratch(a, backward) * c->itemsize)
+        fail(c, PyExc_ValueError, "is too short", at);
+    return scratch;
+}
+
+METHOD(convolution_scratch) { /* backward, itemsize, geometry -> bytes */
+    CALL;
+    const int backward = (int)whole(&c, 0);
+    c.itemsize = whole(&c, 1);
+    const mt_convolution a = geometry(&c, 2);
+    if (c.failed) return finish(&c, NULL);
+    len most = 0; /* of all levels: another one may be chosen before the scratch is used */
+    for (int i = 0; i < NUM_LEVELS; i++) {
+        c.level = &LEVELS[i];
+        const len bytes = table(&c)->convolution_scratch(&a, backward) * (c.itemsize == 8 ? 8 : 4);
+        most = bytes > most ? bytes : most;
+    }
+    return finish(&c, PyLong_FromSsize_t(most));
+}
+
+METHOD(conv2d) { /* x, w, bias or None, y, whether w is turned, scratch, geometry */
+    CALL;
+    const mt_convolution a = geometry(&c, 6);
+    if (c.failed) return finish(&c, NULL);
+    const len channels = a.groups * a.c, filters = a.groups * a.out;
+    const void *x = reals(&c, 0, a.b * a.h * a.w * channels, 0);
+    const void *w = reals(&c, 1, filters * a.kh * a.kw * a.c, 0), *bias = maybe_reals(&c, 2, filters);
+    void *y = reals(&c, 3, a.b * a.oh * a.ow * filters, 1);
+    const int turned = (int)whole(&c, 4);
+    void *scratch = scratch_of(&c, 5, &a, 0);
+    if (c.half) fail(&c, PyExc_TypeError, "is half", 0);
+    if (!c.failed) WITHOUT_LOCK(a.b * a.oh * a.ow * filters, table(&c)->conv2d(&a, x, w, bias, y, turned, scratch));
+    return finish(&c, NULL);
+}
+
+METHOD(conv2d_filters) { /* x, grad, out, add, scratch, geometry */
+    CALL;
+    const mt_convolution a = geometry(&c, 5);
+    if (c.failed) return finish(&c, NULL);
+    const len channels = a.groups * a.c, filters = a.groups * a.out;
+    const void *x = reals(&c, 0, a.b * a.h * a.w * channels, 0);
+    const void *grad = reals(&c, 1, a.b * a.oh * a.ow * filters, 0);
+    void *out = reals(&c, 2, filters * a.kh * a.kw * a.c, 1);
+    const int add = (int)whole(&c, 3);
+    void *scratch = scratch_of(&c, 4, &a, 1);
+    if (c.half) fail(&c, PyExc_TypeError, "is half", 0);
+    if (!c.failed) WITHOUT_LOCK(a.b * a.oh * a.ow * filters, table(&c)->conv2d_filters(&a, x, grad, out, add, scratch));
+    return finish(&c, NULL);
+}
+
+static mt_convolution pool(Call *c, int at) {
+    const mt_convolution a = geometry(c, at);
+    if (!c->failed && (a.groups != 1 || a.kh * a.kw > 256 || 2 * a.padding[0] > a.kh || 2 * a.padding[1] > a.kw ||
+                       a.dilation[0] != 1 || a.dilation[1] != 1))
+        fail(c, PyExc_ValueError, "is no window of a pool", at);
+    return a;
+}
+
+METHOD(max_pool2d) { /* x, y, where, geometry */
+    CALL;
+    const mt_convolution a = pool(&c, 3);
+    if (c.failed) return finish(&c, NULL);
+    const len size = a.b * a.oh * a.ow * a.c;
+    const void *x = reals(&c, 0, a.b * a.h * a.w * a.c, 0);
+    void *y = reals(&c, 1, size, 1), *where = array(&c, 2, size, 1, "B", 1);
+    if (c.half) fail(&c, PyExc_TypeError, "is half", 0);
+    if (!c.failed) WITHOUT_LOCK(size, table(&c)->max_pool2d(&a, x, y, where));
+    return finish(&c, NULL);
+}
+
+METHOD(max_pool2d_backward) { /* grad, where, dx, geometry */
+    CALL;
+    const mt_convolution a = pool(&c, 3);
+    if (c.failed) return finish(&c, NULL);
+    const len size = a.b * a.oh * a.ow * a.c;
+    const void *grad = reals(&c, 0, size, 0), *where = array(&c, 1, size, 0, "B", 1);
+    void *dx = reals(&c, 2, a.b * a.h * a.w * a.c, 1);
+    if (c.half) fail(&c, PyExc_TypeError, "is half", 0);
+    if (!c.failed) WITHOUT_LOCK(size, table(&c)->max_pool2d_backward(&a, grad, where, dx));
+    return finish(&c, NULL);
+}
+
 /* ---------------------------------------------------------------------------------------------------------- halves */
 
 METHOD(widen) { /* brain, x (16 bits), y (float) */
@@ -831,10 +1120,12 @@ METHOD(use) { /* name */
 
 static PyMethodDef METHODS[] = {
     ENTRY(sum_rows), ENTRY(gelu), ENTRY(gelu_backward), ENTRY(residual), ENTRY(dropout), ENTRY(layer_norm),
-    ENTRY(residual_norm),
-    ENTRY(layer_norm_backward), ENTRY(softmax), ENTRY(softmax_backward), ENTRY(cross_entropy),
+    ENTRY(residual_norm), ENTRY(layer_norm_backward), ENTRY(rms_norm), ENTRY(residual_rms_norm),
+    ENTRY(rms_norm_backward), ENTRY(swiglu), ENTRY(swiglu_backward), ENTRY(rotary), ENTRY(rotary_pack),
+    ENTRY(rotary_unpack), ENTRY(softmax), ENTRY(softmax_backward), ENTRY(cross_entropy),
     ENTRY(cross_entropy_backward), ENTRY(row_sum), ENTRY(combine),
-    ENTRY(combine_backward), ENTRY(jitter), ENTRY(adamw), ENTRY(sum_of_squares), ENTRY(attention_scratch),
+    ENTRY(combine_backward), ENTRY(jitter), ENTRY(adamw), ENTRY(sum_of_squares), ENTRY(convolution_scratch), ENTRY(conv2d),
+    ENTRY(conv2d_filters), ENTRY(max_pool2d), ENTRY(max_pool2d_backward), ENTRY(attention_scratch),
     ENTRY(attention), ENTRY(attention_backward), ENTRY(widen), ENTRY(narrow), ENTRY(levels), ENTRY(use),
     {NULL, NULL, 0, NULL},
 };

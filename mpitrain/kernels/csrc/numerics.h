@@ -141,6 +141,9 @@ MT_INLINE REAL mt_normal(REAL x, REAL *density) {
 #endif
 }
 
+/* 1 / (1 + exp(-x)); below -88 (double: -708) it is 0. */
+MT_INLINE REAL mt_sigmoid(REAL x) { return REAL_C(1.0) / (REAL_C(1.0) + mt_exp(-x)); }
+
 /* ------------------------------------------------------------------------------------------------------------ GELU */
 
 /* x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), and its slope.  (1 + tanh u)/2 is 1 / (1 + exp(-2u)), which

@@ -32,6 +32,8 @@ typedef struct {
     len b, h, s, t, d;       /* s queries, t keys */
     double scale;
     int causal;              /* only where s is t */
+    len since;               /* query i sees no key before since + i; -s, or lower, where it sees all of them */
+    const int64_t *firsts;   /* (b, s) a key of each query before which it sees none either, or NULL */
     const uint8_t *mask;     /* nonzero where a query may look, or NULL */
     len mask_strides[4];     /* bytes; 0 where the mask is broadcast */
     const uint64_t *rows;    /* (b, h, s) hashes of the queries' dropout, or NULL */
@@ -44,6 +46,28 @@ typedef struct {
     void (*widen)(const uint16_t *x, float *y, len count); /* what `half` stands for; only in single precision */
     void (*narrow)(const float *x, uint16_t *y, len count);
 } mt_attention;
+
+/* The first key that a query sees, if it is not told of a later one. */
+static inline len mt_since(const mt_attention *a, len query) {
+    const len first = query + a->since;
+    return first < 0 ? 0 : first > a->t ? a->t : first;
+}
+
+/* How many scores are kept of the whole stripes before this one, with causal attention: of each query those from the
+ * first key of the stripe's first to the last of its last.  The keys of stripes grow until the first one leaves. */
+static inline len mt_kept_before(const mt_attention *a, len stripe) {
+    const len grown = -a->since / MT_STRIPE + 1, growing = stripe < grown ? stripe : grown;
+    return MT_STRIPE * (MT_STRIPE * (growing * (growing + 1) / 2) + (stripe - growing) * (MT_STRIPE - a->since));
+}
+
+/* Windows on images: filters of a convolution, or of a pool, which has one group and `c` channels. */
+typedef struct {
+    len b, h, w, c;       /* images, their pixels, the channels of a group */
+    len groups, out;      /* and the filters of a group */
+    len kh, kw;           /* of the window */
+    len oh, ow;           /* places */
+    len stride[2], padding[2], dilation[2];
+} mt_convolution;
 
 typedef struct {
     const char *level;
@@ -67,6 +91,20 @@ typedef struct {
     void (*layer_norm_backward)(const void *grad, const void *extra, const void *x, const void *center,
                                 const void *rstd, const void *weight, void *dx, void *dw, void *db, void *groups,
                                 len first, len rows, len all, len width);
+    void (*rms_norm)(const void *x, const void *weight, double eps, void *y, void *rstd, len rows, len width);
+    void (*residual_rms_norm)(const void *x, const void *y, const void *branch_bias, const uint64_t *hashes,
+                              uint64_t threshold, double keep_scale, const void *weight, double eps, void *sum,
+                              void *out, void *rstd, len rows, len width);
+    void (*rms_norm_backward)(const void *grad, const void *extra, const void *x, const void *rstd, const void *weight,
+                              void *dx, void *dw, void *group, len first, len rows, len all, len width);
+    void (*swiglu)(const void *gate, const void *up, void *y, len count);
+    void (*swiglu_backward)(const void *grad, const void *gate, const void *up, void *d_gate, void *d_up, len count);
+    void (*rotary)(const void *x, const void *cos, const void *sin, void *y, len groups, len members, len half,
+                   len first, len rows, len count);
+    void (*rotary_pack)(const void *q, const void *kv, const void *cos, const void *sin, void *y, len groups,
+                        len queries, len half, len rows, len count);
+    void (*rotary_unpack)(const void *x, const void *cos, const void *sin, void *q, void *kv, len groups, len queries,
+                          len half, len rows, len count);
     void (*softmax)(const void *x, void *y, len rows, len width);
     void (*softmax_backward)(const void *grad, const void *y, void *dx, len rows, len width);
     double (*cross_entropy)(const void *logits, const int64_t *targets, int64_t ignore, void *lse, len rows, len width);
@@ -80,6 +118,12 @@ typedef struct {
     void (*jitter)(const void *x, const uint64_t *hashes, double amount, void *out, len rows, len width);
     void (*adamw)(void *p, const void *g, void *m, void *v, len count, const double *numbers);
     double (*sum_of_squares)(const void *x, len count);
+    len (*convolution_scratch)(const mt_convolution *a, int backward); /* numbers */
+    void (*conv2d)(const mt_convolution *a, const void *x, const void *w, const void *bias, void *y, int turned,
+                   void *scratch);
+    void (*conv2d_filters)(const mt_convolution *a, const void *x, const void *grad, void *out, int add, void *scratch);
+    void (*max_pool2d)(const mt_convolution *a, const void *x, void *y, uint8_t *where);
+    void (*max_pool2d_backward)(const mt_convolution *a, const void *grad, const uint8_t *where, void *dx);
     len (*attention_scratch)(len s, len t, len d, int backward);
     void (*attention)(const mt_attention *a, mt_heads q, mt_heads k, mt_heads v, mt_heads out, void *lse);
     void (*attention_backward)(const mt_attention *a, mt_heads grad, mt_heads q, mt_heads k, mt_heads v, mt_heads y,

@@ -44,6 +44,8 @@ def attention(
     drop: float,
     keys: Array | None = None,
     scores: Array | None = None,
+    since: int | None = None,
+    firsts: Array | None = None,
 ) -> Array:
     """Write softmax(scale q k^T) v into `out`.
 
@@ -62,7 +64,12 @@ def attention(
         scores: (b, h, `blocks.kept_scores` of s, t and causal) in the precision of what is computed, written: scale
             q k^T by query and key, whatever is masked, for `attention_backward` to read; None: it makes them again.
             With causal attention the keys after the last query of each stripe of `blocks.QUERIES` queries are left out,
-            and what lies above the diagonal within a stripe is 0.
+            and so are those before the first key of its first; what no query sees within a stripe is 0.
+        since: query i sees no key before key `since` + i, so 1 - window with causal attention and a sliding window;
+            where queries and keys are chunks of a sequence, those of the chunk at a and the other at b, a - b + 1 -
+            window.  None: it sees them from the first on.  With `causal` it is not above 0.
+        firsts: int64 (b, s), a key before which a query sees none either, as the first one of its document; None: there
+            is none.  Blocks before the first key of all their queries are left out.
 
     Returns:
         lse (b, h, s) in the precision of what is computed: the logarithm of the sum of a query's exponentials.  A query
@@ -73,7 +80,7 @@ def attention(
     if any(is_half(x.dtype) for x in (q, k, v, out)):
         y = xp.empty(out.shape, wide(q.dtype))
         how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "rows": rows, "drop": drop, "keys": keys}
-        lse = attention(_widened(q), _widened(k), _widened(v), y, scores=scores, **how)
+        lse = attention(_widened(q), _widened(k), _widened(v), y, scores=scores, since=since, firsts=firsts, **how)
         _deliver(y, out)
         return lse
     lowest = float(xp.finfo(q.dtype).min)
@@ -82,20 +89,31 @@ def attention(
         out[...] = 0.0
     kept_by = keep_scale(drop) if rows is not None else 1.0
     later = _later_keys(xp, q, causal)
-    for part, queries, seen in _blocks(xp, q, k, causal):
+    assert scores is None or causal or since is None
+    for part, queries, seen in _blocks(xp, q, k, causal, since, firsts):
+        stripe = None if scores is None else _kept_stripe(scores, part, queries, seen, causal, since)
+        if seen.start == seen.stop:
+            out[part][:, :, queries] = 0.0
+            if stripe is not None:
+                stripe[...] = 0.0
+            continue
         scaled = q[part][:, :, queries] * scale
         s = _scores(xp, k[part][:, :, seen], scaled)
-        if scores is not None:
-            kept, by_query = _kept_stripe(scores, part, queries, seen, causal), s.swapaxes(2, 3)
-            kept[...] = xp.tril(by_query, queries.start) if causal else by_query
-        _hide(xp, s, later, mask, part, queries, seen)
+        if stripe is not None:
+            first, by_query = stripe.shape[3] - s.shape[2], s.swapaxes(2, 3)
+            stripe[..., :first] = 0.0
+            stripe[..., first:] = xp.tril(by_query, queries.start - seen.start) if causal else by_query
+            early = _earlier_keys(xp, part, queries, seen, since, firsts)
+            if early is not None:
+                xp.copyto(stripe[..., first : first + early.shape[2]], 0.0, where=early.swapaxes(2, 3))
+        _hide(xp, s, later, mask, part, queries, seen, since, firsts)
         # A query without any key has maximum -inf; less the lowest finite number that stays -inf, and its exp is 0.
         highest = xp.maximum(s.max(axis=2), lowest)
         s -= highest[:, :, None]
         xp.exp(s, out=s)
         total = xp.maximum(s.sum(axis=2), 1.0)  # the largest score contributes exactly 1
         if rows is not None:
-            s *= _weights_left(xp, rows[part][:, :, queries], s, keys, drop)
+            s *= _weights_left(xp, rows[part][:, :, queries], s, keys, seen, drop)
         y = out[part][:, :, queries]
         xp.matmul(s.swapaxes(2, 3), v[part][:, :, seen], out=y)
         y *= (kept_by / total)[..., None]
@@ -123,6 +141,8 @@ def attention_backward(
     drop: float,
     keys: Array | None = None,
     scores: Array | None = None,
+    since: int | None = None,
+    firsts: Array | None = None,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv; the other arguments as in `attention`.
 
@@ -138,7 +158,7 @@ def attention_backward(
         d_q, d_k, d_v = (xp.empty(x.shape, wide(x.dtype)) for x in (dq, dk, dv))
         grad, q, k, v, y = (_widened(x) for x in (grad, q, k, v, y))
         how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "rows": rows, "drop": drop, "keys": keys}
-        attention_backward(grad, q, k, v, y, lse, d_q, d_k, d_v, scores=scores, **how)
+        attention_backward(grad, q, k, v, y, lse, d_q, d_k, d_v, scores=scores, since=since, firsts=firsts, **how)
         for made, out in ((d_q, dq), (d_k, dk), (d_v, dv)):
             _deliver(made, out)
         return
@@ -150,22 +170,30 @@ def attention_backward(
     later = _later_keys(xp, q, causal)
     delta = xp.einsum("bhsd,bhsd->bhs", grad, y)
     # From the last queries to the first: with causal attention the last block sees all keys, so it writes dk and dv and
-    # the others add.
-    for part, queries, seen in _blocks(xp, q, k, causal, backwards=True):
-        first = queries.stop == q.shape[2]
+    # the others add.  Where queries do not see the first keys no block sees all.
+    skips = since is not None or firsts is not None
+    if skips:
+        dk[...] = 0.0
+        dv[...] = 0.0
+    for part, queries, seen in _blocks(xp, q, k, causal, since, firsts, backwards=True):
+        first = not skips and queries.stop == q.shape[2]
+        if seen.start == seen.stop:
+            dq[part][:, :, queries] = 0.0
+            continue
         g = grad[part][:, :, queries]
         scaled = q[part][:, :, queries] * scale
         if scores is None:
             p = _scores(xp, k[part][:, :, seen], scaled)
         else:  # laid out as the product is: BLAS may round one layout otherwise than another
-            p = _kept_stripe(scores, part, queries, seen, causal).swapaxes(2, 3).copy()
-        _hide(xp, p, later, mask, part, queries, seen)
+            kept = _kept_stripe(scores, part, queries, seen, causal, since)
+            p = kept[..., kept.shape[3] - (seen.stop - seen.start) :].swapaxes(2, 3).copy()
+        _hide(xp, p, later, mask, part, queries, seen, since, firsts)
         p -= lse[part][:, :, None, queries]
         xp.exp(p, out=p)
         dp = xp.matmul(v[part][:, :, seen], g.swapaxes(2, 3))
         dropped = p
         if rows is not None:
-            kept = _weights_left(xp, rows[part][:, :, queries], p, keys, drop)
+            kept = _weights_left(xp, rows[part][:, :, queries], p, keys, seen, drop)
             kept *= kept_by
             dp *= kept
             kept *= p
@@ -179,11 +207,20 @@ def attention_backward(
         d_queries *= scale
 
 
-def _blocks(xp: Any, q: Array, k: Array, causal: bool, backwards: bool = False) -> Iterator[tuple[Part, slice, slice]]:
+def _blocks(
+    xp: Any,
+    q: Array,
+    k: Array,
+    causal: bool,
+    since: int | None,
+    firsts: Array | None,
+    backwards: bool = False,
+) -> Iterator[tuple[Part, slice, slice]]:
     """(samples and heads, queries, keys): about SCORES scores each.  A device takes all samples and heads at once."""
     b, h, s, _ = q.shape
     t = k.shape[2]
     assert s == t or not causal, (s, t)
+    assert not causal or since is None or since <= 0, since
     height = max(1, min(blocks.QUERIES, s))
     samples, heads = (1, min(h, max(1, blocks.SCORES // (height * max(1, t))))) if xp is np else (b, h)
     starts = range(0, s if t else 0, height)
@@ -192,7 +229,11 @@ def _blocks(xp: Any, q: Array, k: Array, causal: bool, backwards: bool = False) 
             part = slice(sample, sample + samples), slice(head, head + heads)
             for start in reversed(starts) if backwards else starts:
                 stop = min(start + height, s)
-                yield part, slice(start, stop), slice(0, stop if causal else t)
+                last = stop if causal else t
+                first = blocks.first_key(start, last, since)
+                if firsts is not None and xp is np:  # a device does not wait to be told
+                    first = max(first, min(last, int(firsts[part[0], start:stop].min())))
+                yield part, slice(start, stop), slice(first, last)
 
 
 def _later_keys(xp: Any, q: Array, causal: bool) -> Array | None:
@@ -208,19 +249,54 @@ def _scores(xp: Any, k: Array, scaled: Array) -> Array:
     return xp.matmul(k, scaled.swapaxes(2, 3))
 
 
-def _kept_stripe(scores: Array, part: Part, queries: slice, keys: slice, causal: bool) -> Array:
-    """(b, h, queries, keys) of a block, a view of the scores that are kept from forward to backward."""
-    height, width = queries.stop - queries.start, keys.stop
-    first = blocks.kept_scores(queries.start, width, causal)
+def _earlier_keys(
+    xp: Any, part: Part, queries: slice, keys: slice, since: int | None, firsts: Array | None
+) -> Array | None:
+    """(1 or b, 1, keys, queries), True where a key is before the first that a query sees: of the first keys of a block,
+    perhaps not all.
+
+    None: there are no such keys.
+    """
+    stop = keys.stop if firsts is not None else 0 if since is None else min(keys.stop, queries.stop - 1 + since)
+    if stop <= keys.start:
+        return None
+    places = xp.arange(keys.start, stop)[:, None]
+    early: Array | None = None
+    if since is not None:
+        early = (places < since + xp.arange(queries.start, queries.stop))[None, None]
+    if firsts is not None:
+        before = places < firsts[part[0], None, None, queries]
+        early = before if early is None else early | before
+    return early
+
+
+def _kept_stripe(scores: Array, part: Part, queries: slice, keys: slice, causal: bool, since: int | None) -> Array:
+    """(b, h, queries, keys) of a block, a view of the scores that are kept: those of its last keys, at least `keys`."""
+    height, width = queries.stop - queries.start, keys.stop - blocks.first_key(queries.start, keys.stop, since)
+    first = blocks.kept_scores(queries.start, width, causal, since)
     of_block = scores[part][:, :, first : first + height * width]
     return of_block.reshape(*of_block.shape[:2], height, width)
 
 
-def _hide(xp: Any, s: Array, later: Array | None, mask: Array | None, part: Part, queries: slice, keys: slice) -> None:
+def _hide(
+    xp: Any,
+    s: Array,
+    later: Array | None,
+    mask: Array | None,
+    part: Part,
+    queries: slice,
+    keys: slice,
+    since: int | None,
+    firsts: Array | None,
+) -> None:
     """Make the scores of a block -inf where a query may not look."""
     if later is not None:
         height = queries.stop - queries.start
-        s[:, :, queries] += later[:height, :height]  # the keys of the queries' own places
+        cut = max(0, keys.start - queries.start)  # of the keys of the queries' own places
+        s[:, :, max(0, queries.start - keys.start) :] += later[cut:height, :height]
+    early = _earlier_keys(xp, part, queries, keys, since, firsts)
+    if early is not None:
+        xp.copyto(s[:, :, : early.shape[2]], -math.inf, where=early)
     if mask is not None:
         which = [
             cut if length > 1 else slice(None) for cut, length in zip((*part, queries, keys), mask.shape, strict=True)
@@ -228,10 +304,11 @@ def _hide(xp: Any, s: Array, later: Array | None, mask: Array | None, part: Part
         xp.copyto(s, -math.inf, where=~mask[tuple(which)].swapaxes(2, 3))
 
 
-def _weights_left(xp: Any, rows: Array, scores: Array, keys: Array | None, drop: float) -> Array:
+def _weights_left(xp: Any, rows: Array, scores: Array, keys: Array | None, seen: slice, drop: float) -> Array:
     """(b, h, keys, queries) the dropout mask as numbers 0 and 1."""
-    seen = scores.shape[2]
-    keep = keep_mask(rows, seen if keys is None else keys[:seen], drop)
+    if keys is None and seen.start:
+        keys = xp.arange(seen.stop)
+    keep = keep_mask(rows, seen.stop if keys is None else keys[seen], drop)
     return xp.ascontiguousarray(keep.swapaxes(2, 3)).astype(scores.dtype)
 
 

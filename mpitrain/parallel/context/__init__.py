@@ -19,9 +19,12 @@ On an axis of one rank `attention` is `ops.attention`, and `positions` are all.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mpitrain.autograd import ops
+from mpitrain.autograd.ops.attention import checked_window
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.comm.communicator import Communicator
@@ -120,6 +123,7 @@ def attention(
     rows: Array | None = None,
     drop: float = 0.0,
     keep_scores: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over whole sequences of which each rank holds a part.   Shard(1) -> Shard(1).
 
@@ -137,12 +141,15 @@ def attention(
         drop: the probability with which a weight is dropped.
         keep_scores: as for `ops.attention`, on an axis of one rank.  Where a sequence is cut, ring and ulysses make the
             scores again in backward whatever is asked for, and rsa keeps the probabilities.
+        window: with `causal`, a query sees so many positions, its own and those before it; None: from 0 on.  What it
+            hides is not computed by ring and ulysses; ring's blocks go all the way around nevertheless.
 
     Returns:
         (b, s/c, heads d).  A query that sees nothing gives 0, and its gradient is exactly 0.
 
     Raises:
-        ShapeError: sizes that do not go together, as in `check`, or `documents` or `rows` of another shape.
+        ShapeError: sizes that do not go together, as in `check`, `documents` or `rows` of another shape, or a window
+            as `ops.attention` refuses it.
 
     Cost: with k and v of this rank together B bytes, and B' in at least float32, each rank sends
 
@@ -156,10 +163,10 @@ def attention(
     s = length * axis.size
     check(s, heads, kv_heads, axis, kind)
     if axis.size == 1:
-        mask = None if documents is None else layout.same_document(documents, documents)
-        return ops.attention(
-            qkv, heads, kv_heads, causal=causal, mask=mask, rows=rows, drop=drop, keep_scores=keep_scores
-        )
+        mask = None if documents is None else layout.seen_by(documents, causal)
+        how: dict[str, Any] = {"causal": causal, "drop": drop, "keep_scores": keep_scores, "window": window}
+        return ops.attention(qkv, heads, kv_heads, mask=mask, rows=rows, **how)
+    window = checked_window(window, s, causal)
     if heads % kv_heads or width % (heads + 2 * kv_heads):
         raise ShapeError(
             f"attention over {axis.name}: qkv {qkv.shape} is not (batch, sequence, (heads + 2 kv_heads) * width) for"
@@ -177,4 +184,4 @@ def attention(
             f"attention over {axis.name}: {given} for dropout; wanted are those of attention_rows, {wanted}"
         )
     ways = {"ring": ring_attention, "ulysses": ulysses_attention, "rsa": rsa_attention}
-    return ways[kind](qkv, heads, kv_heads, axis, causal, documents, rows if drop else None, drop)
+    return ways[kind](qkv, heads, kv_heads, axis, causal, documents, rows if drop else None, drop, window)

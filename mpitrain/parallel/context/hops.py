@@ -9,7 +9,7 @@ What a rank will receive it asks for before it computes or waits, so no send can
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpitrain.backend import Array, array_module
@@ -91,11 +91,11 @@ class Sums:
             self.total.shape, self.total.dtype, self.left, tag(self.hop - 1, GRADIENT), out=self.total
         )
 
-    def pass_on(self, keys: slice = slice(0), summand: Array | None = None) -> None:
-        """Add this rank's summand for some of the keys, if it has one, and send the sum on."""
+    def pass_on(self, summands: Sequence[tuple[slice, Array]] = ()) -> None:
+        """Add this rank's summands, each for some of the keys, and send the sum on."""
         if self.arrives is not None:
             self.arrives.wait()
-        if summand is not None:
+        for keys, summand in summands:
             self.total[..., keys, :] += summand
         if self.leaves is not None:  # since the last hop; its buffer is needed in the next one
             self.leaves.wait()

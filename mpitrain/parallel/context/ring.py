@@ -34,7 +34,7 @@ from mpitrain.backend import Array, array_module, wide
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
 from mpitrain.parallel.context.hops import BACKWARD, FORWARD, Sums, around
-from mpitrain.parallel.context.layout import positions, same_document, visible
+from mpitrain.parallel.context.layout import Part, parts, positions, same_document
 from mpitrain.spec import Shard
 
 
@@ -56,27 +56,26 @@ class RingAttention(Arrow):
         kv_heads: int,
         causal: bool,
         drop: float,
+        window: int | None,
         zigzag: bool,
         axis: Communicator,
     ) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(qkv)
         compute = wide(qkv.dtype)
         b, length, _ = qkv.shape
-        pairing = Pairing(xp, axis, length, zigzag, causal, documents, rows, drop)
+        pairing = Pairing(xp, axis, length, zigzag, causal, documents, rows, drop, window)
         q, k, v = split_heads(qkv, heads, kv_heads)
         own = xp.stack([k, v])
         y = xp.zeros((b, length, heads * q.shape[-1]), compute)
         out = by_head(y, heads, kv_heads)
         lse = xp.full(q.shape[:-1], float(xp.finfo(compute).min), compute)
         for source, block in around(axis, own, FORWARD):
-            task = pairing.with_block_of(source)
-            if task is None:
-                continue
-            k, v = block[..., task.keys, :]
-            asking = q[..., task.queries, :]
-            more = xp.empty(asking.shape, compute)
-            more_lse = attend(asking, k, v, more, **task.how)
-            merge(out[..., task.queries, :], lse[..., task.queries], more, more_lse)
+            for task in pairing.with_block_of(source):
+                k, v = block[..., task.keys, :]
+                asking = q[..., task.queries, :]
+                more = xp.empty(asking.shape, compute)
+                more_lse = attend(asking, k, v, more, **task.how)
+                merge(out[..., task.queries, :], lse[..., task.queries], more, more_lse)
         y = rounded(y, qkv.dtype)
         return y, (qkv, documents, rows, y, lse)
 
@@ -94,12 +93,13 @@ class RingAttention(Arrow):
         kv_heads: int,
         causal: bool,
         drop: float,
+        window: int | None,
         zigzag: bool,
         axis: Communicator,
     ) -> tuple[Any, ...]:
         xp = array_module(qkv)
         compute = wide(qkv.dtype)
-        pairing = Pairing(xp, axis, qkv.shape[1], zigzag, causal, documents, rows, drop)
+        pairing = Pairing(xp, axis, qkv.shape[1], zigzag, causal, documents, rows, drop, window)
         q, k, v = split_heads(qkv, heads, kv_heads)
         own = xp.stack([k, v])
         g, y = (by_head(array, heads, kv_heads) for array in (grad, y))
@@ -108,17 +108,16 @@ class RingAttention(Arrow):
         sums = Sums(xp, axis, own.shape, compute)
         for source, block in around(axis, own, BACKWARD):
             sums.expect()
-            task = pairing.with_block_of(source)
-            if task is None:
-                sums.pass_on()
-                continue
-            k, v = block[..., task.keys, :]
-            asking = (..., task.queries, slice(None))
-            add_q, add_kv = xp.empty(q[asking].shape, compute), xp.empty((2, *k.shape), compute)
-            of_block = lse[..., task.queries], add_q, *add_kv
-            attend_backward(g[asking], q[asking], k, v, y[asking], *of_block, **task.how)
-            dq[asking] += add_q
-            sums.pass_on(task.keys, add_kv)
+            summands = []
+            for task in pairing.with_block_of(source):
+                k, v = block[..., task.keys, :]
+                asking = (..., task.queries, slice(None))
+                add_q, add_kv = xp.empty(q[asking].shape, compute), xp.empty((2, *k.shape), compute)
+                of_block = lse[..., task.queries], add_q, *add_kv
+                attend_backward(g[asking], q[asking], k, v, y[asking], *of_block, **task.how)
+                dq[asking] += add_q
+                summands.append((task.keys, add_kv))
+            sums.pass_on(summands)
         dk[...], dv[...] = sums.home()
         return rounded(d_qkv, qkv.dtype), None, None
 
@@ -144,6 +143,7 @@ class Pairing:
         documents: int (b, s) of the whole sequence, or None.
         rows: uint64 (b, heads, length) of dropout, or None.
         drop: its probability.
+        window: a query sees so many positions, its own and those before it; None: all.
     """
 
     xp: Any
@@ -154,12 +154,15 @@ class Pairing:
     documents: Array | None
     rows: Array | None
     drop: float
+    window: int | None
 
-    def with_block_of(self, source: int) -> Task | None:
-        """What to compute with the keys of a rank; None: no query sees any of them."""
-        part = visible(self.axis.rank, source, self.length, zigzag=self.zigzag, causal=self.causal)
-        if part is None:
-            return None
+    def with_block_of(self, source: int) -> list[Task]:
+        """What to compute with the keys of a rank; nothing where no query sees any of them."""
+        how: dict[str, Any] = {"zigzag": self.zigzag, "causal": self.causal, "window": self.window}
+        found = parts(self.axis.rank, source, self.length, size=self.axis.size, **how)
+        return [task for task in (self._task(part, source) for part in found) if task is not None]
+
+    def _task(self, part: Part, source: int) -> Task | None:
         mask = rows = keys = None
         if self.documents is not None:
             mine, theirs = (self.documents[:, self._positions(rank)] for rank in (self.axis.rank, source))
@@ -169,6 +172,7 @@ class Pairing:
         if self.rows is not None:
             rows, keys = self.rows[..., part.queries], self._positions(source)[part.keys]
         how = {"causal": part.causal, "mask": mask, "rows": rows, "drop": self.drop, "keys": keys}
+        how["since"] = part.since
         return Task(part.queries, part.keys, how)
 
     def _positions(self, rank: int) -> Array:
@@ -185,9 +189,9 @@ def ring_attention(
     documents: Array | None,
     rows: Array | None,
     drop: float,
+    window: int | None = None,
     zigzag: bool = True,
 ) -> Tensor:
     """`attention` of kind ring; not `zigzag`: ranks hold consecutive tokens, and the last ones work the most."""
-    return RingAttention.apply(
-        qkv, documents, rows, heads=heads, kv_heads=kv_heads, causal=causal, drop=drop, zigzag=zigzag, axis=axis
-    )
+    how: dict[str, Any] = {"causal": causal, "drop": drop, "window": window, "zigzag": zigzag}
+    return RingAttention.apply(qkv, documents, rows, heads=heads, kv_heads=kv_heads, **how, axis=axis)

@@ -51,6 +51,7 @@ class RsaAttention(Arrow):
         kv_heads: int,
         causal: bool,
         drop: float,
+        window: int | None,
         axis: Communicator,
     ) -> tuple[Array, tuple[Any, ...]]:
         xp = array_module(qkv)
@@ -61,7 +62,7 @@ class RsaAttention(Arrow):
         for block, k_j in ring(axis, k):
             scores[..., block] = q @ k_j[:, :, None].swapaxes(3, 4)
         scores *= 1.0 / math.sqrt(q.shape[4])
-        p = kernels.softmax(scores, -1, allowed(xp, axis, length, causal, documents))
+        p = kernels.softmax(scores, -1, allowed(xp, axis, length, causal, documents, window))
         dropped = p * kept(rows, p, drop)
         y = xp.zeros((b, length, heads * q.shape[4]), q.dtype)
         out = by_head(y, heads, kv_heads)
@@ -81,6 +82,7 @@ class RsaAttention(Arrow):
         kv_heads: int,
         causal: bool,
         drop: float,
+        window: int | None,
         axis: Communicator,
     ) -> tuple[Any, ...]:
         xp = array_module(qkv)
@@ -119,12 +121,17 @@ def ring(axis: Communicator, x: Array) -> Iterator[tuple[slice, Array]]:
         yield slice(source * length, (source + 1) * length), x.astype(wide(x.dtype), copy=False)
 
 
-def allowed(xp: Any, axis: Communicator, length: int, causal: bool, documents: Array | None) -> Array | None:
+def allowed(
+    xp: Any, axis: Communicator, length: int, causal: bool, documents: Array | None, window: int | None
+) -> Array | None:
     """bool, broadcastable to (b, kv, group, query, key): True where this rank's queries may look; None: everywhere."""
     here = positions(length * axis.size, axis.size, axis.rank, zigzag=False, xp=xp)
     mask = None
     if causal:
-        mask = xp.arange(length * axis.size) <= here[:, None]
+        every = xp.arange(length * axis.size)
+        mask = every <= here[:, None]
+        if window is not None:
+            mask &= every > here[:, None] - window
     if documents is not None:
         same = same_document(documents[:, here], documents)[:, None, None]
         mask = same if mask is None else same & mask
@@ -147,6 +154,8 @@ def rsa_attention(
     documents: Array | None,
     rows: Array | None,
     drop: float,
+    window: int | None,
 ) -> Tensor:
     """`attention` of kind rsa."""
-    return RsaAttention.apply(qkv, documents, rows, heads=heads, kv_heads=kv_heads, causal=causal, drop=drop, axis=axis)
+    how: dict[str, Any] = {"causal": causal, "drop": drop, "window": window}
+    return RsaAttention.apply(qkv, documents, rows, heads=heads, kv_heads=kv_heads, **how, axis=axis)

@@ -15,7 +15,7 @@ from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array
 from mpitrain.comm.communicator import Communicator
-from mpitrain.parallel.context.layout import same_document
+from mpitrain.parallel.context.layout import seen_by
 
 TOKENS, COLUMNS = 1, 2
 """The two dims of (b, s, w) that are cut in turn."""
@@ -30,10 +30,11 @@ def ulysses_attention(
     documents: Array | None,
     rows: Array | None,
     drop: float,
+    window: int | None,
 ) -> Tensor:
     """`attention` of kind ulysses."""
     mine, kv_mine = heads // axis.size, kv_heads // axis.size
     whole = collectives.all_to_all(qkv, axis, TOKENS, COLUMNS)
-    mask = None if documents is None else same_document(documents, documents)
-    y = ops.attention(whole, mine, kv_mine, causal=causal, mask=mask, rows=rows, drop=drop)
+    mask = None if documents is None else seen_by(documents, causal)
+    y = ops.attention(whole, mine, kv_mine, causal=causal, mask=mask, rows=rows, drop=drop, window=window)
     return collectives.all_to_all(y, axis, COLUMNS, TOKENS)

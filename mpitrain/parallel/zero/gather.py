@@ -130,7 +130,8 @@ def gather_units(model: Module, mesh: Mesh, prefetch: int = PREFETCH) -> None:
         mesh: the layout.
         prefetch: units that are asked for ahead; with 0 each is waited for when it is needed.
     """
-    flats = [flat for flat in model.flats if isinstance(flat, CutFlat) and flat.stage == 3]
+    all_flats = [*model.flats, *model.frozen_flats]
+    flats = [flat for flat in all_flats if isinstance(flat, CutFlat) and flat.stage == 3]
     if not flats or model.resident is not None:
         return
     places = {p: (flat, place) for flat in flats for place, p in enumerate(flat.parameters)}
@@ -145,14 +146,23 @@ def gather_units(model: Module, mesh: Mesh, prefetch: int = PREFETCH) -> None:
                 part.unit = make(part.name, _parcels(own, places, axes), resident, ahead=prefetch > 0)
             if part.unit is not None:
                 units.append(part.unit)
+        first = _first_back(model, stage, units)
         for number, unit in enumerate(units):
             unit.after = tuple(units[number + 1 : number + 1 + prefetch])
-            unit.before = tuple(reversed(units[max(0, number - prefetch) : number]))
+            unit.before = tuple(reversed(units[max(first, number - prefetch) : number]))
     in_parts = {p for stage in model.stages for part in model.parts(stage) for p in part.parameters()}
     rest = [p for p in model.parameters() if p in places and p not in in_parts]
     if rest:
         model.unit = make(model.name or "model", _parcels(rest, places, axes), resident, ahead=False)
     model.resident = resident
+
+
+def _first_back(model: Module, stage: int, units: Sequence[Unit]) -> int:
+    """Number of the first unit of a stage that backward comes to; as many as there are where it comes to none."""
+    if stage != model.trains_from:
+        return 0 if stage > model.trains_from else len(units)
+    trained = (number for number, unit in enumerate(units) if any(not p.frozen for p in unit.parameters))
+    return next(trained, len(units))
 
 
 def _parcels(

@@ -23,13 +23,14 @@ from mpitrain.errors import ConfigError
 from mpitrain.memory.offload import ALIGNED, LEAST
 from mpitrain.pipeline.action import Row, Schedule
 from mpitrain.pipeline.check import check
-from mpitrain.pipeline.passes import with_offload
+from mpitrain.pipeline.passes import with_offload, without_backward
 from mpitrain.plan.memory.activations import of_stage, total
 from mpitrain.plan.memory.peak import peak, scratch
 from mpitrain.plan.memory.saved import Saved
 from mpitrain.plan.memory.state import model_state
-from mpitrain.plan.traffic.slabs import Slab, beta_of, shares, slabs
+from mpitrain.plan.traffic.slabs import Slab, all_slabs, beta_of, kept, shares, slabs
 from mpitrain.plan.traffic.step import Step
+from mpitrain.plan.traffic.way_back import trains_from, way_back
 from mpitrain.plan.traffic.zero import part_of
 
 OPTIMIZER, ACTIVATIONS, PARAMETERS = "optimizer", "activations", "parameters"
@@ -101,8 +102,10 @@ def plan(
     if PARAMETERS in what:
         step = replace(step, zero=3)
     window, group, pending = (most >> halvings for most in (MOST_WINDOW, MOST_GROUP, MOST_PENDING))
+    lowest = trains_from(step)
+    rows = without_backward(rows, lowest)
     state, row = model_state(step), rows[step.pp_rank]
-    moved = check(with_offload(rows, distance))
+    moved = check(with_offload(rows, distance), lowest)
     slots = max(1, moved.peaks[step.pp_rank]) if ACTIVATIONS in what else 0
     slot_bytes = max(_slot_bytes(kept) for kept in _passes(step)) if ACTIVATIONS in what else 0
     if ACTIVATIONS in what:
@@ -111,6 +114,7 @@ def plan(
         window = max(1, min(window, -(-sum(slab.size for slab in shares(step)) // LEAST_WINDOWS)))
     here = {"weights": state.weights, "masters": state.masters, "gradients": state.gradients}
     here["optimizer state"] = state.optimizer
+    here["constants"] = state.constants
     here["pending gradients"] = besides(step)
     if OPTIMIZER in what or PARAMETERS in what:
         here["masters"] = 0
@@ -199,24 +203,32 @@ def of_ranks(
 
 def parts_of(step: Step) -> Iterator[list[Slab]]:
     """The parameters of each part of the model here, in the order of forward; what two parts use is in both."""
+    yield from named_parts(step).values()
+
+
+def named_parts(step: Step) -> dict[str, list[Slab]]:
+    """The same by the names of the parts."""
     parts: dict[str, list[Slab]] = {}
-    for slab in slabs(step):
+    for slab in all_slabs(step):
         parts.setdefault(part_of(slab), []).append(slab)
     if step.is_last and step.sizes.tied:
         table = parts["table"] if step.is_first else parts.pop("table")
         parts["head"] = [*parts.get("head", []), *table]
-    yield from parts.values()
+    return parts
 
 
 def _most_of(step: Step, parts: Sequence[Sequence[Slab]], distance: int, is_wide: bool) -> int:
     """The most bytes of a part as a whole and of those that are fetched ahead of it, forwards or backwards."""
-    sizes = [sum((step.beta_wide if is_wide else beta_of(step, s)) * s.size for s in part) for part in parts]
+    sizes = [
+        sum(step.beta_wide * s.size * (not s.frozen) if is_wide else beta_of(step, s) * s.size for s in part)
+        for part in parts
+    ]
     return max((sum(sizes[at : at + 1 + distance]) for at in range(len(sizes))), default=0)
 
 
 def _gradients_here(step: Step, parts: Sequence[Sequence[Slab]], distance: int) -> int:
     """A bucket as it fills and as it leaves, and what parts take from the store to add to."""
-    largest = max((step.beta_wide * slab.size for part in parts for slab in part), default=0)
+    largest = max((step.beta_wide * slab.size for slab in slabs(step)), default=0)
     whole = sum(step.beta_wide * slab.size for slab in slabs(step))
     bucket = min(whole, step.bucket_bytes * step.beta_wide // step.beta + largest)
     return 2 * bucket + _most_of(step, parts, distance, is_wide=True)
@@ -297,9 +309,10 @@ def moves(step: Step, row: Row, what: Collection[str]) -> Moves:
         written += _numbers_of_state(step) * wide_bytes
     if PARAMETERS in what:
         passes = sum(action.kind == "F" for action in row) // len(step.stages)
-        sizes = {slab.name: beta_of(step, slab) * slab.size for slab in own}
-        of_parts = sum(sizes[slab.name] for part in parts_of(step) for slab in part)
-        read += 2 * passes * of_parts + passes * wide_bytes + wide_bytes
+        sizes = {slab.name: beta_of(step, slab) * slab.size for slab in kept(step)}
+        back = way_back(step).parts  # where nothing goes backward, weights are read forwards only
+        of_parts = sum(sizes[s.name] * (1 + back[name]) for name, part in named_parts(step).items() for s in part)
+        read += passes * of_parts + passes * wide_bytes + wide_bytes
         written += passes * wide_bytes + weights + (step.beta_wide * halves if half else 0)
     elif OPTIMIZER in what:
         read += step.beta_wide * halves

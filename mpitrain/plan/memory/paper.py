@@ -8,6 +8,9 @@
 
 s tokens, b sequences of a micro-batch, h width, a heads, t ranks of tp.  Source: Korthikanti et al. 2022,
 arXiv:2205.05198, sections 4 and 5, table 2; a ring over c ranks of cp holds s / c tokens, and no matrix of softmax.
+
+The formulas are those of GPT's block.  Of another one `tensors` counts by the same rule: keys and values as wide as
+they are, a gated MLP with both of its outputs of hidden units and their product.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def tensors(step: Step, beta: int = 2, recompute: str | None = None) -> dict[str
     t, c = step.tp, step.cp
     tokens, whole = step.b * step.s, step.s * c
     between = tokens * step.sizes.width // (t if step.is_cut else 1)  # of the stream where it may be cut
-    inside = tokens * step.sizes.width // t
+    inside = tokens * step.h
+    hidden = tokens * step.sizes.units // t
     scores = tokens * whole * (step.sizes.heads // t)
     recompute = step.recompute if recompute is None else recompute
     if recompute == "full":
@@ -65,15 +69,17 @@ def tensors(step: Step, beta: int = 2, recompute: str | None = None) -> dict[str
     table = {
         "input of norm1": beta * between,
         "input of qkv": beta * between,
-        "queries, keys, values": 3 * beta * inside,
+        "queries, keys, values": beta * tokens * (step.h + 2 * step.h_kv),
         "input of proj": beta * inside,
         "mask of drop1": MASK * between,
         "input of norm2": beta * between,
-        "input of up": beta * between,
-        "gelu": 4 * beta * inside,
-        "input of down": 4 * beta * inside,
-        "mask of drop2": MASK * between,
     }
+    if step.sizes.is_gated:
+        table |= {"input of gate": beta * between}
+        table |= dict.fromkeys(("output of gate", "output of up", "input of down"), beta * hidden)
+    else:
+        table |= {"input of up": beta * between, "gelu": beta * hidden, "input of down": beta * hidden}
+    table["mask of drop2"] = MASK * between
     if recompute == "none" and c == 1:
         table |= {
             "softmax": beta * scores,

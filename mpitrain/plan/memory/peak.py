@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.memory.recompute import Segment
-from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.pipeline.action import Action, Row
 from mpitrain.plan.memory import paper
 from mpitrain.plan.memory.activations import block, embedding, freed, head, inputs, inside, of_stage, total
+from mpitrain.plan.memory.experts import entry_of_mlp
 from mpitrain.plan.memory.saved import Saved, W
 from mpitrain.plan.traffic.step import Step
+from mpitrain.plan.traffic.way_back import way_back
 
 QKV = "input of qkv"
 
@@ -35,7 +37,7 @@ class BlockBytes(NamedTuple):
 
 
 def predicted_block_bytes(
-    config: GPTConfig,
+    config: DecoderConfig,
     *,
     rows: int,
     dtype: Any = np.float32,
@@ -71,10 +73,11 @@ def block_table(step: Step, number: int | None = None) -> list[tuple[str, int, i
 
     Args:
         step: the sizes and the layout.
-        number: of the block; the first one on this rank unless given.
+        number: of the block; the first one on this rank that keeps anything unless given.
     """
     if number is None:
-        number = next((n for stage in step.stages for n in step.blocks_of(stage)), 0)
+        here = sorted(step.numbers, key=lambda number: not way_back(step).blocks[number].leaves)
+        number = here[0] if here else 0
     ours: dict[str, int] = {}
     for saved in block(step, number, 0):
         ours[saved.name] = ours.get(saved.name, 0) + saved.nbytes
@@ -214,7 +217,7 @@ def _mlp_entry(step: Step, number: int) -> str:
     routing = step.sizes.routing
     if routing is not None and step.sizes.has_experts(number):
         return "" if routing.jitter else "input of router"
-    return "" if step.is_cut else "input of up"
+    return "" if step.is_cut else f"input of {entry_of_mlp(step, number)}"
 
 
 def segments_of(step: Step, stage: int) -> list[Segment]:

@@ -54,6 +54,7 @@ class Sizes:
         self.rows = math.prod(self.stream)  # of the stream as a matrix
         self.width = step.sizes.width
         self.drops = step.sizes.dropout > 0
+        self._numbers_of_norm = ("center", "rstd") if step.sizes.has_biases else ("rstd",)
         self._bits = step.gist
 
     def rounds(self, dtype: Any) -> bool:
@@ -65,10 +66,10 @@ class Sizes:
         return saved._replace(bits=self._bits) if self.rounds(saved.dtype) else saved
 
     def norm(self, path: str, what: str) -> Iterator[Saved]:
-        """A layer norm: its input, and two numbers a row."""
+        """A norm: its input, and two numbers a row, or one where it only scales."""
         shape = (*self.stream, self.width)
         yield self.near(Saved(path, f"input of {what}", shape, self.of_stream, f"{what}: gradient of its input"))
-        for number in ("center", "rstd"):
+        for number in self._numbers_of_norm:
             yield Saved(path, f"{number} of {what}", (self.rows, 1), self.wide, f"{what}: a number a row")
 
     def product(self, path: str, what: str, width: int) -> Saved:

@@ -18,6 +18,7 @@ from mpitrain.plan.traffic.lines import Line
 from mpitrain.plan.traffic.powersgd import factors, over_ends
 from mpitrain.plan.traffic.slabs import ATOMS, DATA, beta_of, buffers, merged, shares
 from mpitrain.plan.traffic.step import Step
+from mpitrain.plan.traffic.way_back import again, runs_twice, trains_from, way_back
 from mpitrain.plan.traffic.workers import inside
 from mpitrain.plan.traffic.zero import dealt_out
 
@@ -32,6 +33,7 @@ def tensor_parallel(step: Step) -> Iterator[Line]:
     (forward), the head is entered (backward), and three numbers a token make the loss: the maximum first, then two sums
     in one message.  Slices of a sequence send the same bytes, in as many times more calls.  Of the R layers that run
     forward twice the forward messages are sent twice: 6 all-reduces a layer instead of 4 (half a layer counts half).
+    What comes before the first weight that is trained sends forward only (way_back.py).
 
         layers          m (8 L + 4 R) (t-1)/t beta b s h
         embedding       m   2 (t-1)/t beta b s h            on the first stage
@@ -39,19 +41,44 @@ def tensor_parallel(step: Step) -> Iterator[Line]:
         cross-entropy   m 3 2 (t-1)/t beta_wide b s         on the last stage
     """
     t = step.tp
-    verbs = ("all_gather", "reduce_scatter") if step.is_cut else ("all_reduce",)
     for length, times in Counter(step.lengths).items():
         m, tokens = step.microbatches * times, step.b * length
-        layers = 4 * step.blocks + step.again("attention") + step.again("mlp")
         for cause, passages, beta in (
-            ("layers", layers, step.beta),
-            ("embedding", int(step.is_first), step.beta_stream),
-            ("head", int(step.is_last), step.beta_stream),
+            ("layers", _of_layers(step), step.beta),
+            ("embedding", _of_embedding(step), step.beta_stream),
+            ("head", _of_head(step), step.beta_stream),
         ):
-            for verb in verbs:
-                yield Line("tp", cause, verb, t, m * passages, beta * tokens * step.sizes.width)
+            for verb, calls in passages.items():
+                yield Line("tp", cause, verb, t, m * calls, beta * tokens * step.sizes.width)
         for numbers in (1, 2) if step.is_last else ():
             yield Line("tp", "cross-entropy", "all_reduce", t, m, step.beta_wide * tokens * numbers)
+
+
+def _of_layers(step: Step) -> dict[str, int]:
+    """How often the stream passes from region to region, by verb, in the layers here and for one micro-batch.
+
+    Forward a region is entered and left; backward the one is the gradient of what came in, the other of what goes out.
+    """
+    blocks = [way_back(step).blocks[number] for number in step.numbers]
+    forward = 2 * step.blocks + again(step, "attention") + again(step, "mlp")
+    entered = sum(of.norm1 + of.norm2 for of in blocks)
+    left = sum(of.proj + (of.down or of.router) for of in blocks)
+    if not step.is_cut:
+        return {"all_reduce": forward + entered}
+    return {"all_gather": forward + left, "reduce_scatter": forward + entered}
+
+
+def _of_embedding(step: Step) -> dict[str, int]:
+    """It is left."""
+    if not step.is_cut:
+        return {"all_reduce": int(step.is_first)}
+    return {"all_gather": int(step.is_first and way_back(step).table), "reduce_scatter": int(step.is_first)}
+
+
+def _of_head(step: Step) -> dict[str, int]:
+    """It is entered."""
+    back = int(step.is_last and way_back(step).norm)
+    return {"all_gather": int(step.is_last), "reduce_scatter": back} if step.is_cut else {"all_reduce": back}
 
 
 def context_parallel(step: Step) -> Iterator[Line]:
@@ -66,8 +93,9 @@ def context_parallel(step: Step) -> Iterator[Line]:
     rsa       keys go around, values go around; both ways; the summands of the gradients are reduced and scattered
                                             m [(4 L + 2 R) (c-1) beta + 2 L (c-1) beta_wide] b s h_kv
     """
-    c, times = step.cp, step.microbatches * step.blocks
-    both_ways = 2 * times + step.microbatches * step.again("attention")  # forward, backward, and forward again
+    c = step.cp
+    times = step.microbatches * sum(way_back(step).blocks[number].qkv for number in step.numbers)  # backward
+    both_ways = times + step.microbatches * (step.blocks + again(step, "attention"))  # and forward, and forward again
     tokens = step.b * step.s
     keys_and_values = tokens * 2 * step.h_kv
     match step.cp_attention:
@@ -91,10 +119,11 @@ def pipeline(step: Step) -> Iterator[Line]:
         in the middle             2 m v beta b s h          / t with sequence parallelism
         first and last rank   (2 v - 1) m beta b s h        so half of it for v = 1
 
-    A receive sends nothing, so who only receives has no line.
+    A receive sends nothing, so who only receives has no line.  Nothing goes back into stages whose weights are all
+    frozen, as are those of all before them.
     """
     t = step.tp if step.is_cut else 1
-    forth, back = step.v - step.is_last, step.v - step.is_first
+    forth, back = step.v - step.is_last, sum(stage > trains_from(step) for stage in step.stages)
     for length, times in Counter(step.lengths).items():
         m, stream = step.microbatches * times, step.beta_stream * step.b * length // t * step.sizes.width
         yield Line("pp", "activations", "send", step.pp, m * forth, stream)
@@ -122,11 +151,12 @@ def experts(step: Step) -> Iterator[Line]:
     e, c, t, E, k = step.ep, step.cp, step.tp, step.experts, step.choices
     messages = step.passes * len(step.halves)
     for number in step.expert_blocks:
-        twice = int(step.is_recomputed(number, "mlp"))
+        twice, back = int(runs_twice(step, number, "mlp")), way_back(step).blocks[number]
         passes = [step.rows_of(number, passed) for passed in range(step.passes)]
-        for rows in zip(*passes, strict=True):
+        # Rows that leave go out forward, and their like comes back as gradients of what experts gave; and the reverse.
+        for rows, wanted in zip(zip(*passes, strict=True), (back.down, back.norm2), strict=True):
             mean = Fraction(step.beta * step.sizes.width * sum(rows), messages)
-            yield Line("ep", "experts", "all_to_all", e, (2 + twice) * messages, mean)
+            yield Line("ep", "experts", "all_to_all", e, (1 + wanted + twice) * messages, mean)
         yield Line("ep", "routing", "all_to_all", e, (1 + twice) * step.passes, 8 * E)
         if step.sizes.routing is not None and step.sizes.routing.capacity_factor is not None:
             before = c * 4 * (2 + 2 * k * step.b * E)
@@ -135,12 +165,13 @@ def experts(step: Step) -> Iterator[Line]:
             yield Line("cp", "routing", "all_reduce", c, (1 + twice) * step.passes, 8 * step.b * E)
         for length, times in Counter(step.lengths).items():
             m, chosen = step.microbatches * times, step.b * length * k
+            of_weights = m * back.router
             if step.is_cut:
                 yield Line("tp", "layers", "all_gather", t, (1 + twice) * m, step.beta_wide * chosen)
-                yield Line("tp", "layers", "reduce_scatter", t, m, step.beta_wide * chosen)
+                yield Line("tp", "layers", "reduce_scatter", t, of_weights, step.beta_wide * chosen)
                 yield Line("tp", "routing", "all_gather", t, (1 + twice) * m, 4 * chosen)
             else:
-                yield Line("tp", "layers", "all_reduce", t, m, step.beta_wide * chosen)
+                yield Line("tp", "layers", "all_reduce", t, of_weights, step.beta_wide * chosen)
 
 
 # ----------------------------------------------------------------------------------------------------------- at its end

@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain.backend import wide
 from mpitrain.config import RECOMPUTES
 from mpitrain.errors import ConfigError
-from mpitrain.models.gpt import GPTConfig
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.nn.share import STAGES
 from mpitrain.parallel.context import KINDS
 from mpitrain.parallel.powersgd import Choice
@@ -74,6 +74,7 @@ class Step:
         expert_rows: block -> the `Rows` of each pass through its experts, micro-batch by micro-batch and in it slice by
             slice; None: all places are taken, on all ranks alike.
         padded: a micro-batch has tokens that are padding; then routers keep which those are.
+        packed: sequences hold several documents, none of which sees another.
         expert_overlap: rows go to half of a rank's experts at a time.
         dp_rank, cp_rank: which ranks of dp and cp; with ZeRO they have different rows of a parameter.
         zero: what is cut over the ranks that a parameter is the same on: nothing, from 1 on masters and optimizer
@@ -84,13 +85,14 @@ class Step:
         workers: how workers learn that do so apart from each other; None: gradients of all ranks are summed.
         gist: bits in which what need not be exact waits for backward (mpitrain.memory.gist); None: all is exact.
         asks: numbers that ranks are asked at the end of a step (`Executor(ask=)`).
+        freeze: patterns of parameters that are not trained (`nn.Module.freeze`).
 
     Raises:
         ConfigError: sizes do not divide, there is no such attention, recompute or ZeRO, or slices stand with another
             cut of sequences.
     """
 
-    sizes: GPTConfig
+    sizes: DecoderConfig
     batch: int
     microbatches: int = 1
     dtype: Any = np.float32
@@ -112,6 +114,7 @@ class Step:
     ep: int = 1
     expert_rows: Mapping[int, Sequence[tuple[int, int]]] | None = None
     padded: bool = False
+    packed: bool = False
     expert_overlap: bool = False
     dp_rank: int = 0
     cp_rank: int = 0
@@ -122,6 +125,7 @@ class Step:
     workers: Workers | None = None
     gist: int | None = None
     asks: int = 0
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes, groups = self.sizes, self.sizes.groups
@@ -133,6 +137,7 @@ class Step:
             ("width", sizes.width, sizes.heads, "heads"),
             ("heads", sizes.heads, groups, "heads of keys and values"),
             ("heads", sizes.heads, self.tp, "ranks of tp"),
+            ("hidden units", sizes.units, self.tp, "ranks of tp"),
             ("tp and heads of keys and values: the larger,", more, fewer, "the smaller"),
             ("stages", stages, self.pp, "ranks of pp"),
             ("dp", self.dp, self.ep, "ranks of ep"),
@@ -201,10 +206,6 @@ class Step:
             return self.recompute == "full"
         name = f"blocks.{block}"
         return name in self.recomputed or (branch != "" and f"{name}.{branch}" in self.recomputed)
-
-    def again(self, branch: str) -> int:
-        """Blocks on this rank whose attention, or mlp, runs forward twice."""
-        return sum(self.is_recomputed(number, branch) for number in self.numbers)
 
     # Experts.
 
@@ -328,7 +329,7 @@ class Step:
     @property
     def h_kv(self) -> int:
         """Width of the keys that this rank holds, at least one head; of the values, too."""
-        return max(1, self.sizes.groups // self.tp) * (self.sizes.width // self.sizes.heads)
+        return max(1, self.sizes.groups // self.tp) * self.sizes.head_width
 
     @property
     def is_cut(self) -> bool:

@@ -6,7 +6,8 @@
 
 An all-reduce sends 2 (n-1)/n beta Psi, so stage 1 is as much, and stage 2 where m is 1.  n are the ranks over which a
 parameter's gradient is summed (slabs.py), m counts walks: micro-batches, and slices of each.  What two parts of a model
-use, as a tied table on one stage, comes for each.  Halves travel as halves.
+use, as a tied table on one stage, comes for each.  Halves travel as halves.  Frozen weights have no gradients and come
+back from no update; where nothing goes backward through a part, its weights come once, forwards.
 
 Gradients leave in buckets of at least `Step.bucket_bytes`, from the last parameter to the first; weights that come for
 a part of the model (the table, positions, a block, the last norm, the head) in a message for each run of neighbours in
@@ -20,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpitrain.plan.traffic.lines import Line
-from mpitrain.plan.traffic.slabs import ATOMS, Slab, beta_of, buffers, merged, slabs
+from mpitrain.plan.traffic.slabs import ATOMS, Slab, all_buffers, all_slabs, beta_of, buffers, merged
 from mpitrain.plan.traffic.step import Step
+from mpitrain.plan.traffic.way_back import way_back
 
 
 def dealt_out(step: Step) -> Iterator[Line]:
@@ -35,11 +37,12 @@ def dealt_out(step: Step) -> Iterator[Line]:
             yield Line(of[0].axes, "gradients", "reduce_scatter", n, times * walks, nbytes)
             if step.zero < 3:
                 yield Line(of[0].axes, "weights", "all_gather", n, 1, nbytes)
-    for part in (part for parts in units(step).values() for part in parts) if step.zero == 3 else ():
+    for name, part in (each for parts in named_units(step).values() for each in parts) if step.zero == 3 else ():
+        times = 1 + way_back(step).parts[name]
         for of in part:
             n, _ = merged(step, ATOMS[of[0].axes])
             nbytes = beta_of(step, of[0]) * sum(slab.size for slab in of)
-            yield Line(of[0].axes, "weights", "all_gather", n, 2 * step.passes, nbytes)
+            yield Line(of[0].axes, "weights", "all_gather", n, times * step.passes, nbytes)
 
 
 def units(step: Step) -> dict[int, list[list[list[Slab]]]]:
@@ -47,18 +50,25 @@ def units(step: Step) -> dict[int, list[list[list[Slab]]]]:
 
     Those that one rank has for itself do not come.
     """
-    found: dict[int, list[list[list[Slab]]]] = {}
-    cut = [buffer for buffer in buffers(step) if merged(step, ATOMS[buffer[0].axes])[0] > 1]
+    return {stage: [part for _, part in parts] for stage, parts in named_units(step).items()}
+
+
+def named_units(step: Step) -> dict[int, list[tuple[str, list[list[Slab]]]]]:
+    """The same with the name of each part."""
+    found: dict[int, list[tuple[str, list[list[Slab]]]]] = {}
+    cut = [buffer for buffer in all_buffers(step) if merged(step, ATOMS[buffer[0].axes])[0] > 1]
     for stage in step.stages:
         parts: dict[str, set[str]] = {}
-        for slab in slabs(step):
+        for slab in all_slabs(step):
             if _stage_of(step, part_of(slab)) == stage:
                 parts.setdefault(part_of(slab), set()).add(slab.name)
         if stage == step.last_stage and step.sizes.tied:
             parts["head"] = {"table.weight"}
-        of_parts = [[[slab for slab in buffer if slab.name in names] for buffer in cut] for names in parts.values()]
-        come = [[message for message in of if message] for of in of_parts]
-        found[stage] = [of for of in come if of]
+        come = [
+            (part, [message for message in ([s for s in buffer if s.name in names] for buffer in cut) if message])
+            for part, names in parts.items()
+        ]
+        found[stage] = [(part, of) for part, of in come if of]
     return found
 
 

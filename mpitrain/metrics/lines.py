@@ -43,13 +43,11 @@ class MetricsWriter:
         self._path = Path(path)
         self._last_step = first_step - 1
         try:
-            if os.path.lexists(self._path):
-                if not stat.S_ISREG(os.lstat(self._path).st_mode):  # a link would lead out of the run
-                    raise UserError(f"{self._path}: is not a regular file; metrics cannot be written there.")
+            if there(self._path):
                 _drop_from(self._path, first_step)
-            self._file = open(self._path, "ab", buffering=0, opener=_to_append)  # noqa: SIM115  (closed by close)
+            self._file = Appended(self._path)
         except OSError as error:
-            raise self._refused(error) from None
+            raise refused(self._path, error) from None
 
     def write(self, step: int, **values: float | int | Mapping[str, Any] | None) -> None:
         """Append the line of a step and hand it to the operating system.
@@ -63,12 +61,7 @@ class MetricsWriter:
         """
         assert step > self._last_step, (step, self._last_step)
         self._last_step = step
-        line = memoryview(line_of({"step": step, **values}).encode())
-        try:
-            while line:  # nothing is held back, which `close` would try again to write
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            raise self._refused(error) from None
+        self._file.write(line_of({"step": step, **values}).encode())
 
     def close(self) -> None:
         """Close the file; nothing is lost without it."""
@@ -82,12 +75,64 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _refused(self, error: OSError) -> UserError:
-        return UserError(f"{self._path}: cannot be written: {error.strerror}.  --run must be a folder with free space.")
+
+class Appended:
+    """A file of the run's own that grows at its end; what was written is with the operating system.
+
+    Args:
+        path: the file, made where it does not exist.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "ab", buffering=0, opener=_to_append)  # noqa: SIM115  (closed by close)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes.
+
+        Raises:
+            UserError: the file cannot be written (a full disk).
+        """
+        left = memoryview(data)
+        try:
+            while left:  # nothing is held back, which `close` would try again to write
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise refused(self._path, error) from None
+
+    def close(self) -> None:
+        """Close the file; nothing is lost without it."""
+        self._file.close()
+
+
+def there(path: Path) -> bool:
+    """Whether a file of metrics exists.
+
+    Raises:
+        UserError: something else has its name; a link would lead out of the run.
+    """
+    if not os.path.lexists(path):
+        return False
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise UserError(f"{path}: is not a regular file; metrics cannot be written there.")
+    return True
+
+
+def refused(path: Path, error: OSError) -> UserError:
+    """The message where a file of metrics cannot be written."""
+    return UserError(f"{path}: cannot be written: {error.strerror}.  --run must be a folder with free space.")
 
 
 def line_of(values: Mapping[str, Any]) -> str:
     """One line of the file; NumPy's scalars are written as the Python numbers they equal."""
+    return json.dumps(record_of(values), allow_nan=False) + "\n"
+
+
+def record_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the line holds."""
     record: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for key, value in values.items():
@@ -100,7 +145,7 @@ def line_of(values: Mapping[str, Any]) -> str:
         record[key] = plain
     if nonfinite:
         record["nonfinite"] = nonfinite
-    return json.dumps(record, allow_nan=False) + "\n"
+    return record
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -4,10 +4,10 @@ Images are (b, h, w, c), channels last: a pixel is a row of numbers, as a token 
 on oh x ow places of an image.  Its element (dy, dx) then sees, over all places, a grid of pixels that a slice with a
 step describes:
 
-    places[:, i, j] sees x[:, i sh + dy - ph, j sw + dx - pw]
+    places[:, i, j] sees x[:, i sh + dy gh - ph, j sw + dx gw - pw]
 
-and nothing where that lies outside of the image: there the padding is 0.  So whatever slides is a loop over the
-elements of the window, a few, each of which is one pass over all images.
+with stride s, padding p and dilation g, and nothing where that lies outside of the image: there the padding is 0.  So
+whatever slides is a loop over the elements of the window, a few, each of which is one pass over all images.
 """
 
 from __future__ import annotations
@@ -30,26 +30,34 @@ class Windows(NamedTuple):
         window: (kh, kw).
         stride: pixels from a place to the next, down and to the right.
         padding: zeros above and below, left and right.
+        dilation: pixels from an element of the window to the next.
     """
 
     image: Pair
     window: Pair
     stride: Pair
     padding: Pair
+    dilation: Pair = (1, 1)
 
     @property
     def places(self) -> Pair:
         """(oh, ow): how many places there are, down and to the right."""
         down, right = (
             (n + 2 * p - k) // s + 1
-            for n, k, s, p in zip(self.image, self.window, self.stride, self.padding, strict=True)
+            for n, k, s, p in zip(self.image, self.extent, self.stride, self.padding, strict=True)
         )
+        return down, right
+
+    @property
+    def extent(self) -> Pair:
+        """Pixels from the first to the last that the window sees from a place, down and to the right."""
+        down, right = ((k - 1) * g + 1 for k, g in zip(self.window, self.dilation, strict=True))
         return down, right
 
     @property
     def overlap(self) -> bool:
         """Whether a pixel is seen from several places."""
-        return any(s < k for s, k in zip(self.stride, self.window, strict=True))
+        return any(s < k for s, k in zip(self.stride, self.extent, strict=True))
 
     def elements(self, start: int = 0, stop: int | None = None) -> tuple[tuple[Pair, Slices, Slices], ...]:
         """What each element of the window sees from some rows of places: those from `start` to `stop`, or all.
@@ -74,7 +82,7 @@ def _elements(slide: Windows, start: int, stop: int) -> tuple[tuple[Pair, Slices
 
 def _seen(slide: Windows, dim: int, offset: int, start: int, stop: int) -> Slices | None:
     """Places of [start, stop) along a dim whose pixel at this offset is in the image, and the pixels."""
-    step, first = slide.stride[dim], offset - slide.padding[dim]
+    step, first = slide.stride[dim], offset * slide.dilation[dim] - slide.padding[dim]
     low = max(start, -(first // step))  # the first i with i step + first >= 0
     high = min(stop, -((first - slide.image[dim]) // step))  # the first one with i step + first >= length
     if low >= high:
@@ -94,7 +102,14 @@ def pair(value: int | Pair, op: str, name: str, least: int = 1) -> Pair:
     return int(both[0]), int(both[1])
 
 
-def windows(op: str, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair = (0, 0)) -> Windows:
+def windows(
+    op: str,
+    shape: tuple[int, ...],
+    window: Pair,
+    stride: Pair,
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+) -> Windows:
     """The places of a window on images of a shape (b, h, w, c).
 
     Raises:
@@ -102,10 +117,11 @@ def windows(op: str, shape: tuple[int, ...], window: Pair, stride: Pair, padding
     """
     if len(shape) != 4:
         raise ShapeError(f"{op}: x {tuple(shape)} is not (b, h, w, c): images, rows, columns, channels")
-    slide = Windows((shape[1], shape[2]), window, stride, padding)
+    slide = Windows((shape[1], shape[2]), window, stride, padding, dilation)
     if min(slide.places) < 1:
+        spread = "" if dilation == (1, 1) else f", dilation {dilation[0]} x {dilation[1]},"
         raise ShapeError(
-            f"{op}: a window of {window[0]} x {window[1]} pixels does not fit images of {shape[1]} x {shape[2]}"
+            f"{op}: a window of {window[0]} x {window[1]} pixels{spread} does not fit images of {shape[1]} x {shape[2]}"
             f" with padding {padding[0]} x {padding[1]}"
         )
     return slide
