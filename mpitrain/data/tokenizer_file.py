@@ -135,6 +135,8 @@ def _merges(model: Mapping[str, Any], words: Mapping[str, int], refuse: Callable
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(word, str) for word in pair):
             refuse(f"merge {number} is {show(merge)}; it must be two words.")
+        if not pair[1].startswith(prefix):
+            refuse(f"merge {number}, {show(' '.join(pair))}: its second word does not begin with {show(prefix)}.")
         joined = pair[0] + pair[1].removeprefix(prefix)
         if missing := [word for word in (*pair, joined) if word not in words]:
             refuse(f"merge {number}, {show(' '.join(pair))}: {show(missing[0])} is not among its words.")

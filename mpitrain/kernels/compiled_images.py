@@ -68,7 +68,7 @@ def conv2d_filters(x: Array, grad: Array, slide: Windows, out: Array, groups: in
     compute = out.dtype
     ours = _is_ours(x) and _is_ours(grad) and type(out) is np.ndarray and compute in _PRECISIONS
     fits = all(a.dtype == compute or (is_half(a.dtype) and compute == np.float32) for a in (x, grad))
-    if not ours or not fits or not len(x) or not out.flags.aligned:
+    if not ours or not fits or not len(x) or not out.size or not out.flags.aligned:
         reference.conv2d_filters(x, grad, slide, out, groups, add)
         return
     for images in _blocks(x, grad):
@@ -120,7 +120,7 @@ def _wide_dtype(x: Array) -> Any:
 def _wide(x: Array) -> Array:
     """x in the precision to compute in, C-contiguous, each number at a multiple of its size."""
     if is_half(x.dtype):
-        return reference.widen(x)
+        return np.ascontiguousarray(reference.widen(x))
     return x if x.flags.c_contiguous and x.flags.aligned else x.copy()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -71,11 +72,9 @@ class Sampling:
             )
         if self.temperature == 0:
             return scores.argmax(axis=1).astype(np.int64)
-        weights = self.weights(scores)
-        cumulated = weights.cumsum(axis=1)
-        chances = [float(uniform(absorb(self._stream(row), place), 1)[..., 0]) for row in range(len(scores))]
-        drawn = [np.searchsorted(of, chance * of[-1]) for of, chance in zip(cumulated, chances, strict=True)]
-        return np.array(drawn, np.int64)
+        cumulated = self.weights(scores).cumsum(axis=1)
+        chances = uniform(absorb(_streams(self.seed, len(scores)), place), 1)
+        return (cumulated < chances * cumulated[:, -1:]).sum(axis=1, dtype=np.int64)
 
     def weights(self, scores: np.ndarray) -> np.ndarray:
         """What each token is drawn in proportion to; 0 for those that are not.
@@ -103,6 +102,8 @@ class Sampling:
         np.put_along_axis(weights, order, ordered, 1)
         return weights
 
-    def _stream(self, row: int) -> np.uint64:
-        """The stream of draws of one text."""
-        return stream_key(self.seed, "generate", *([row] if row else ()))
+
+@lru_cache(maxsize=8)
+def _streams(seed: int, texts: int) -> np.ndarray:
+    """The streams of draws of so many texts."""
+    return np.array([stream_key(seed, "generate", *([text] if text else ())) for text in range(texts)])

@@ -52,7 +52,9 @@ class BatchStatistics(Arrow):
     any_rows = True
 
     @staticmethod
-    def forward(x: Array, rows: Array | None, *, axis: Communicator) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    def forward(
+        x: Array, rows: Array | None = None, *, axis: Communicator
+    ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
         xp, z = array_module(x), widened(x)
         each = math.prod(x.shape[1:-1])  # numbers of a channel in a row
         count = xp.asarray(float(len(x) * each)) if rows is None else xp.asarray(rows.sum() * float(each))
@@ -80,13 +82,13 @@ class BatchStatistics(Arrow):
         *,
         wanted: tuple[bool, ...],
         axis: Communicator,
-    ) -> tuple[Array | None, None]:
+    ) -> tuple[Array | None, ...]:
         of_statistics, _ = grad
         if of_statistics is None:
-            return None, None
+            return (None,) * len(wanted)
         d_mean, d_variance = axis.all_reduce(of_statistics) / total.astype(of_statistics.dtype)
         dx = d_mean + (2.0 * d_variance) * (widened(x) - statistics[MEAN])  # squares are least around the mean
-        return rounded(_counted(dx, rows), x.dtype), None
+        return (rounded(_counted(dx, rows), x.dtype), None)[: len(wanted)]
 
 
 def _counted(x: Array, rows: Array | None) -> Array:
@@ -153,7 +155,8 @@ class BatchNorm(Module):
         if not training:
             kept = array_module(x.data).stack([self.mean.array, self.variance.array])
             return ops.normalize(x, kept, self.weight, self.bias, self.eps)
-        statistics, count = BatchStatistics.apply(x, rows, axis=self.axis)
+        inputs = (x,) if rows is None else (x, rows)
+        statistics, count = BatchStatistics.apply(*inputs, axis=self.axis)
         if not recomputing():
             self._keep(statistics.data, count.data)
         return ops.normalize(x, statistics, self.weight, self.bias, self.eps)

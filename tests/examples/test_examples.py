@@ -25,7 +25,7 @@ LIMITS = {
 }
 
 
-SHORT = {"10_experts": "--steps 2", "11_digits_cnn": "--epochs 1 --gist lossless"}
+SHORT = {"10_experts": "--steps 2", "11_digits_cnn": "--epochs 1 --gist lossless", "15_digits_mlp": "--epochs 1"}
 """Flags of lessons that train for longer than a test should."""
 
 
@@ -74,6 +74,8 @@ def check(printed: str) -> None:
         ("14_console", 3),
         pytest.param("11_digits_cnn", 1, marks=DIGITS),
         pytest.param("11_digits_cnn", 3, marks=DIGITS),
+        pytest.param("15_digits_mlp", 1, marks=DIGITS),
+        pytest.param("15_digits_mlp", 3, marks=DIGITS),
     ],
 )
 def test_a_lesson_ends_with_a_small_difference(lesson: str, ranks: int, run: Callable[..., str]) -> None:

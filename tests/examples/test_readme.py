@@ -287,6 +287,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "mpirun -n 4 python examples/11_digits_cnn.py": ("mpirun -n 2 python examples/11_digits_cnn.py --epochs 1", MPI),
+    "mpirun -n 4 python examples/11_digits_cnn.py --batch-norm": (
+        "mpirun -n 2 python examples/11_digits_cnn.py --batch-norm --epochs 1",
+        MPI,
+    ),
+    "mpitrain local -n 4 examples/15_digits_mlp.py --tp 2": (
+        "mpitrain local -n 2 examples/15_digits_mlp.py --tp 2 --epochs 1",
+        "",
+    ),
     # docs/explanation/gist.md
     "python examples/11_digits_cnn.py --gist 16": ("python examples/11_digits_cnn.py --gist 16 --epochs 1", ""),
     "./run_mpi.sh -n 4 examples/train_gpt.py --gist 16 --memory": (
@@ -935,7 +943,7 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
         "runs/gpt2" in command or "checkpoint ex" in command or "read_weights" in command
     ):
         found.append(pytest.mark.slow)  # as that command; tests/local/test_interchange.py and test_init.py try more
-    if "11_digits_cnn" in command or command.endswith("benchmarks/gist.py"):
+    if "_digits_" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))
     return found

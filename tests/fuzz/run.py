@@ -178,6 +178,14 @@ class Shaken(Function):
         return (shaker.shake(grad, backward=True),)
 
 
+class Steady(Shaken):
+    """x as it is, and only its gradient changed."""
+
+    @staticmethod
+    def forward(x: np.ndarray, *, shaker: Shaker) -> tuple[np.ndarray, tuple[Any, ...]]:
+        return x * 1.0, ()
+
+
 class Shaker:
     """Where the rounding errors of one run come from.
 
@@ -214,8 +222,10 @@ class Shaker:
         return self.input(x) if x.requires_grad else x
 
     def kinked(self, x: Tensor) -> Tensor:
-        """The same for what goes into an op with a kink."""
-        return x if self.care >= 2 else self.input(x)
+        """The same for what goes into an op with a kink; a leaf is the number that it is, on whatever side of it."""
+        if self.care >= 2:
+            return x
+        return self.input(x) if x.tape is not None else Steady.apply(x, shaker=self)
 
     def sum(self, y: Any, blur: Any, other: Any) -> Any:
         """What programs call to blur a result, or those of several that are not None: by one term each value and slope.

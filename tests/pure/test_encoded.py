@@ -93,6 +93,7 @@ def test_documents_are_encoded_each_by_itself_and_their_ends_are_known(tmp_path,
     (file,) = kept(tmp_path)
     _flipped(file)  # the last byte of the ends
     assert encoded.opened(encoded.Encoder(as_bytes, words).key, words) is None
+    _flipped(file)
     (folder / "0.txt").write_text("def", encoding="utf-8")
     (folder / "1.txt").write_text(" x\n" + "f x\n" * 99, encoding="utf-8")  # the same text, cut in another place
     assert encoded.load(folder, words).ends.tolist() != found.ends.tolist()

@@ -76,7 +76,7 @@ def by_group(x, w, b):
 
 def batch_statistics(x, axis):
     """Statistics over the ranks of an axis."""
-    return (lambda x: BatchStatistics.apply(x, None, axis=axis)[0]), [(PIXELS, x)]
+    return (lambda x: BatchStatistics.apply(x, axis=axis)[0]), [(PIXELS, x)]
 
 
 def normalized(x, statistics, w, b):

@@ -207,6 +207,8 @@ BAD = {
     "merge": (("model", "merges", 0), ["a"], "merge 0"),
     "foreign": (("model", "merges", 0), ["q", "é世"], "é世 is not among its words"),
     "unknown": (("model", "unk_token"), "<unk>", "unk_token <unk>"),
+    "unknown unknown": (("model", "unk_token"), {}, "unk_token {}"),
+    "prefix": (("model", "continuing_subword_prefix"), "##", "does not begin with ##"),
     "added": (("added_tokens",), [ADDED | {"id": 1 << 31}], "added token <x>"),
     "gap": (("added_tokens",), [ADDED | {"id": WORDS + 50, "special": True}], f"would be {WORDS}"),
     "empty": (("added_tokens",), [ADDED | {"content": ""}], "added token ''"),

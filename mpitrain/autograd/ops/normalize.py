@@ -60,6 +60,7 @@ class Normalize(Function):
         d_statistics = None
         if wanted[1]:
             d_statistics = array_module(x).stack([-total * slope, along * slope * rstd**2 * -0.5])
+            d_statistics = d_statistics.astype(statistics.dtype, copy=False)
         return dx, d_statistics, summed(along * rstd, weight.dtype), summed(total, b_dtype)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import rounded, widened
@@ -87,10 +85,10 @@ def _share(xp: Any, slide: Windows, dtype: Any, count_padding: bool) -> Any:
     """The weight of a pixel in the mean of its window: a number, or (oh, ow, 1) where places have other ones."""
     if count_padding or slide.padding == (0, 0):
         return 1.0 / math.prod(slide.window)
-    seen = np.zeros(slide.places, dtype)
+    seen = xp.zeros(slide.places, dtype)
     for _, (down, right), _ in slide.elements():
         seen[down, right] += 1
-    return xp.asarray(1.0 / seen[..., None])
+    return 1.0 / seen[..., None]
 
 
 def _pooled(op: str, window: int | Pair, stride: int | Pair | None, padding: int | Pair) -> dict[str, Pair]:
