@@ -76,6 +76,8 @@ PAGES: dict[str, Page] = {
             "models.cnn",
             "models.mlp",
             "models.generate",
+            "models.sampling",
+            "models.cache",
             "weights",
         ),
     ),

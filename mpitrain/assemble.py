@@ -76,14 +76,25 @@ def run_folder(config: Config, world: World) -> Path:
     return Path("runs") / str(world.exchange(name)[0])
 
 
-def read_corpus(config: Config, world: World, tokenizer: Tokenizer | None = None) -> Corpus:
+def read_corpus(
+    config: Config,
+    world: World,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Corpus:
     """The corpus, in the words of a tokenizer if there is one, proven to be the same on all ranks.
+
+    Args:
+        config: the settings.
+        world: all ranks.
+        tokenizer: the same on all of them.
+        say: tells people how far it is, where it takes long.
 
     Raises:
         DataError: it cannot be read, or ranks on different hosts read different text.
     """
     if tokenizer is not None:
-        corpus: Corpus | None = read_words(config, world, tokenizer)
+        corpus: Corpus | None = read_words(config, world, tokenizer, say)
     else:
         corpus = together(world, lambda: corpora.load(config.data))
     assert corpus is not None
@@ -304,7 +315,7 @@ def build_optimizer(config: Config, model: Decoder, mesh: Mesh) -> Optimizer:
     Raises:
         ConfigError: a group of parameters has no member in the whole model; on every rank.
     """
-    parameters, lr, decay = model.shares(), config.lr, config.weight_decay
+    parameters, lr, decay = model.kept(), config.lr, config.weight_decay  # the optimizer leaves out what is frozen
     groups = parameter_groups(config)
     where: dict[str, Any] = {}
     if model.elsewhere is not None:

@@ -161,7 +161,7 @@ def _local(words: list[str]) -> int:
     folder, words = (words[3], words[4:]) if words[2] == "--record" and len(words) > 4 else (None, words[2:])
     if words[0] == "--record" or folder == "":
         raise ConfigError(f"usage: {usage}")
-    if words[0] in OF_RANKS and not os.path.exists(words[0]):
+    if words[0] in OF_RANKS and not os.path.isfile(words[0]):
         words = [os.path.join(os.path.dirname(__file__), "__main__.py"), *words]
     from mpitrain.blas import one_thread
     from mpitrain.comm.local import run_script

@@ -19,6 +19,7 @@ from mpitrain.models.decoder import Decoder
 from mpitrain.offloading import describe
 from mpitrain.optim.scaler import power
 from mpitrain.pipeline.partition import describe as describe_partition
+from mpitrain.pipeline.passes import without_backward
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.pipeline.simulate import Costs, simulate
 from mpitrain.plan.traffic import Step, Traffic, traffic
@@ -193,7 +194,8 @@ def _pipeline(config: Config, mesh: Mesh, model: Decoder) -> str:
     costs = [float(sum(blocks[number] for number in stage)) for stage in stages]
     costs[0] += embedding
     costs[-1] += head
-    played = simulate(build_rows(config, 1 if flush else IDLE_OVER), Costs(f=costs, b=costs, w=costs))
+    rows = without_backward(build_rows(config, 1 if flush else IDLE_OVER), model.trains_from)
+    played = simulate(rows, Costs(f=costs, b=costs, w=costs), trains_from=model.trains_from)
     over = "of a step" if flush else f"in a row of {IDLE_OVER} batches"
     idle = f"about {100 * played.bubble:.0f} % idle {over}"
     empty = sum(blocks == 0 for blocks in model.partition.layers)

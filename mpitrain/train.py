@@ -189,7 +189,7 @@ class Training:
         self.folder = place(run_folder(config, self.world))
         together(self.world, lambda: check_libraries(config.sinks), here=self.reports)
         self.tokenizer = tokenizer_of(config, self.world, found)
-        self.corpus: Corpus = read_corpus(config, self.world, self.tokenizer)
+        self.corpus: Corpus = read_corpus(config, self.world, self.tokenizer, self._say)
         self.tokens = (PackedTokens if config.pack else Tokens)(self.corpus, config.seq_len, config.seed)
         self.model: Decoder = build_model(config, self.corpus, mesh)
         check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)

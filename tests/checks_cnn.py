@@ -75,8 +75,9 @@ def train(
     loss, right = accuracy(executor, images.test(5, mesh.dp.rank, mesh.dp.size))
     held = model.parameters() if not zero else model.shares()
     found = {"told": {"steps": np.array(steps), "test": np.array([loss, right])}}
+    if norms:
+        found["kept"] = {each.name: to_host(each.array).copy() for each in model.buffers()}
     return found | {
-        "kept": {each.name: to_host(each.array).copy() for each in model.buffers()},
         "gradients": {p.name: to_host(p.grad).copy() for p in held},
         "weights": {p.name: to_host(p.data).copy() for p in held},
     }
@@ -90,7 +91,7 @@ def alone(**norms: bool) -> dict[str, dict[str, np.ndarray]]:
 def equals_one_rank(world: World, **how: Any) -> None:
     """Train on this world and alone, and compare by the rule of `debug.compare`: all that this rank holds."""
     whole, found = alone(**how.get("norms", {})), train(world, **how)
-    kinds = ("told", "kept") if how.get("zero") else tuple(whole)  # of rows only what they do
+    kinds = tuple(kind for kind in whole if not how.get("zero") or kind in ("told", "kept"))  # of rows what they do
     for kind in kinds:
         for worst in compare(found[kind], {name: whole[kind][name] for name in found[kind]})[:1]:
             assert worst.ok, f"{kind}: {worst}"

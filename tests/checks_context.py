@@ -237,7 +237,7 @@ def halves_on_many_ranks_are_those_of_one(world: World) -> None:
     """
     axis = cp_of(world)
     for half, place in ((np.dtype(np.float16), 2.0**-10), (dtype_of("bfloat16"), 2.0**-7)):
-        for how in ({"drop": 0.3}, {"packed": True}, {"causal": False}):
+        for how in ({"drop": 0.3}, {"packed": True}, {"causal": False}, {"window": 11}):
             p = problem(axis.size, chunk=8, d=16, dtype=half, **how)
             whole, d_whole, _ = run(p, Alone(), "ring")
             for way in WAYS:
@@ -263,7 +263,7 @@ def gradients_are_those_of_finite_differences(world: World) -> None:
     """<v, f(x + h u) - f(x - h u)> / 2h = <u, vjp(v)> with u, v over all ranks."""
     axis = cp_of(world)
     for way in WAYS:
-        for how in ({}, {"drop": 0.3}, {"packed": True}, {"causal": False}):
+        for how in ({}, {"drop": 0.3}, {"packed": True, "window": 5}, {"causal": False}):
             p = problem(axis.size, **how)
             part = here(p, axis, way)
             _, d_qkv, _ = run(p, axis, way)
@@ -351,7 +351,7 @@ def one_rank_is_plain_attention(world: World) -> None:
     axis = Mesh(world).cp
     p = problem(2, drop=0.3, packed=True)
     rows = p.draw.attention_rows("weights", p.heads)
-    mask = layout.same_document(p.documents, p.documents)
+    mask = layout.seen_by(p.documents, causal=True)
     with Tape() as tape:
         x = Tensor(p.qkv, requires_grad=True)
         y = ops.attention(x, p.heads, p.kv_heads, mask=mask, rows=rows, drop=0.3)

@@ -61,7 +61,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 BY_DEFAULT = ("dp2 pp2 zero 3 first", "cp2 tp2 between")
 
 BOOKS: dict[str, dict[str, Any]] = {
-    "dp2 pp2 zero 3": {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2, "freeze": FIRST},
+    "dp2 pp2 zero 3": {
+        "dp": 2,
+        "pp": 2,
+        "zero": 3,
+        "microbatches": 2,
+        "freeze": (*FIRST, "blocks.1", "blocks.2.norm1"),
+    },
     "tp2 sp": {"tp": 2, "dp": 2, "sequence_parallel": True, "freeze": BETWEEN},
     "cp2": {"cp": 2, "dp": 2, "dtype": np.float16, "freeze": SOME},
     "cp2 rsa": {"cp": 2, "cp_attention": "rsa", "tp": 2, "freeze": HEAD},
@@ -73,7 +79,7 @@ BOOKS: dict[str, dict[str, Any]] = {
     },
 }
 """What is sent and held, to the byte."""
-BOOKS_BY_DEFAULT = ("dp2 pp2 zero 3",)
+BOOKS_BY_DEFAULT = ("dp2 pp2 zero 3", "parts")
 
 
 def equals(world: World, name: str) -> None:

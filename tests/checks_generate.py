@@ -132,7 +132,7 @@ def ranks_that_wait_hear_of_the_end(world: World) -> None:
     mesh = Mesh(world, dp=world.size)
     model = model_of("gpt", mesh)
     here, count = writes(model, mesh), []
-    for _ in in_turns(write(model, PROMPTS[:1], 200, SAMPLING), 200, mesh, here, 60.0, lambda: len(count) >= 7):
+    for _ in in_turns(write(model, PROMPTS[:1], 200, SAMPLING), 200, mesh, here, 1e-9, lambda: len(count) >= 7):
         count.append(1)
     assert here == (mesh.coords["edp"] == 0)
     assert len(count) == (7 if here else 0)

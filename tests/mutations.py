@@ -29,7 +29,7 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.world import world
 from mpitrain.data import order
 from mpitrain.data.tokens import Batch, Tokens
-from mpitrain.models import gpt, transformer
+from mpitrain.models import decoder, gpt, transformer
 from mpitrain.models.gpt import Positions
 from mpitrain.nn import layers
 from mpitrain.parallel import context, data, grouped, sequence, tensor, vocabulary
@@ -322,7 +322,7 @@ def _() -> Iterator[None]:
     def spec(sequence_parallel: bool) -> Spec:
         return Spec()
 
-    with put(gpt, "between", spec), put(transformer, "between", spec):
+    with put(gpt, "between", spec), put(decoder, "between", spec), put(transformer, "between", spec):
         yield
 
 

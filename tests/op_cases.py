@@ -238,6 +238,10 @@ CASES: dict[str, list[Case]] = {
         (lambda xp, x, w, b: ops.conv2d(x, w, b, padding=1), (normal(2, 5, 4, 3), normal(4, 3, 3, 3), normal(4))),
         (lambda xp, x, w: ops.conv2d(x, w, None, (2, 1), (0, 2)), (strided(2, 5, 4, 3), normal(4, 2, 3, 3))),
         (lambda xp, x, w: ops.conv2d(x, w), (normal(0, 3, 3, 1), normal(2, 3, 3, 1))),
+        (
+            lambda xp, x, w, b: ops.conv2d(x, w, b, 1, 2, (2, 1), groups=2),
+            (normal(2, 5, 4, 4), normal(6, 3, 2, 2), normal(6)),
+        ),
     ],
     "max_pool2d": [
         (lambda xp, x: ops.max_pool2d(x), (normal(2, 4, 5, 3),)),

@@ -55,8 +55,8 @@ class Function:
         like: the operation whose rules of states hold for this one too; None: its own, or those of an operation element
             by element.  Its inputs begin as those of `like`, and its keyword arguments are called as there.
         node_type: the kind of node that a tape records; another one than `Node` is walked its own way.
-        saved_for: place of an array that forward saves -> the one input whose gradient needs it, beside its shape; where
-            that gradient is not wanted, backward is given None instead, and nothing waits.
+        saved_for: place of an array that forward saves -> the one input whose gradient needs it; where that gradient is
+            not wanted, as that of a frozen weight, backward is given None instead, and nothing waits.
         needs: of each array that forward saves what backward needs of it (`mpitrain.autograd.needs`), which a policy of
             the tape may make use of; those at the end that are needed exactly may be left out.
 

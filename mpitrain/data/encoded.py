@@ -176,7 +176,13 @@ class Encoder:
         self._room = _room_of(self._about("", ""))
         self._file, self._path = -1, Path()
         self._kept: list[list[np.ndarray]] | None = None
+        self._read = 0
         self.begun = self.done = False
+
+    @property
+    def share(self) -> float:
+        """How much of the text is encoded; 1 when all is done."""
+        return 1.0 if self.done else min(0.999, self._read / max(1, sum(map(len, self._parts))))
 
     def _units(self) -> Iterator[_Unit]:
         """The text in the order in which it is encoded."""
@@ -213,11 +219,12 @@ class Encoder:
             units, size = list[_Unit](), 0
             for unit in self._rest:
                 units.append(unit)
-                size += len(unit.text)
+                size += len(unit.text.encode())
                 if size >= _AT_ONCE:
                     break
-            self.done = not units
             self._add(units)
+            self._read += size
+            self.done = not units
             if time.monotonic() >= end:
                 break
 

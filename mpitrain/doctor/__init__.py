@@ -14,6 +14,7 @@ from mpitrain.doctor.ask import Finding
 from mpitrain.doctor.launchers import check_mpi, check_slurm
 from mpitrain.doctor.machine import (
     check_cores,
+    check_extras,
     check_folder,
     check_gpu,
     check_kernels,
@@ -32,6 +33,7 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_gpu,
     check_folder,
     check_kernels,
+    check_extras,
 )
 
 

@@ -8,6 +8,7 @@ import platform
 import resource
 import shutil
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mpitrain import kernels
@@ -206,3 +207,23 @@ def check_kernels() -> list[Finding]:
         return [Finding("kernels", "note", text, fix)]
     chosen = f"; {kernels.VARIABLE} names it" if name != here[-1] else ""
     return [Finding("kernels", "ok", f"{name}, of {', '.join(here)}{chosen}")]
+
+
+OF_EXTRAS = {"tokenizers": "hf", "safetensors": "hf", "tensorboardX": "tensorboard"}
+"""Libraries that some options need, and the extra that brings each."""
+OPTIONS_OF = "--tokenizer, mpitrain checkpoint import and export, --metrics tensorboard"
+
+
+def check_extras() -> list[Finding]:
+    """Which libraries are there that only some options need."""
+    found, missing = [], []
+    for name in OF_EXTRAS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    if not missing:
+        return [Finding("extras", "ok", ", ".join(found))]
+    extras = ",".join(dict.fromkeys(OF_EXTRAS[name] for name in missing))
+    fix = f"python -m pip install 'mpitrain[{extras}]'   (if you want what needs it: {OPTIONS_OF})"
+    return [Finding("extras", "note", f"{', '.join(found) or 'none'}; not here: {', '.join(missing)}", fix)]

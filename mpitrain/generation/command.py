@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from mpitrain.backend import DTYPES
@@ -24,15 +24,16 @@ from mpitrain.config import OPTIONS as OF_TRAINING
 from mpitrain.config import Config
 from mpitrain.data.tokenizer import END, Tokenizer, Words
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.generation import weights
 from mpitrain.generation.output import Printer, Texts
-from mpitrain.generation.prompts import read_prompts, words_of
+from mpitrain.generation.prompts import MOST, read_prompts, words_of
 from mpitrain.generation.turns import in_turns, writes
+from mpitrain.generation.weights import load
 from mpitrain.models.generate import check_prompts, write
 from mpitrain.models.sampling import Sampling
 from mpitrain.models.sizes import DecoderConfig
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
 from mpitrain.parallel.replicas import agree_on_arithmetic
+from mpitrain.weights import IMPORTED, find, model_in, run_of
 
 UNREAD = 128 + signal.SIGPIPE  # exit code, as shells have it
 
@@ -154,18 +155,19 @@ def _generate(path: str, given: Mapping[str, Any]) -> int:
     ranks = world(given["start_timeout"])
     ranks.board.limit = given["timeout"]
     agree_on_arithmetic(ranks)
-    source = weights.find(path, ranks)
+    source = find(path, ranks)
     asked = {name: given[name] for name in (*_LAYOUT, "dtype") if given[name] is not None}
-    config = weights.settings_of(source, asked)
-    sizes = weights.sizes(source, config)
+    of_run, sizes = model_in(source)
+    config = replace(of_run, dropout=0.0, **asked)
     words, texts, prompts = _prompts(ranks, source, sizes.vocab, given)
     check_prompts(prompts, sizes, given["slide"])
     mesh = Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp, ep=config.ep)
-    model = weights.load(source, config, sizes, mesh)
+    longest = min(sizes.seq_len, sizes.window or sizes.seq_len, max(map(len, prompts)) + given["length"])
+    model = load(source, config, sizes, mesh, kept=len(prompts) * longest)
     written = Texts(texts, () if given["past_end"] else _ends(source, words))
     printer = Printer(sys.stdout, sys.stderr, written, words, given["json"]) if mesh.is_reporter else None
     if printer is not None:
-        for note in source.notes:
+        for note in Source.of(path).notes:  # of newer checkpoints of the run
             printer.say(f"passed over: {note}")
     tokens = write(model, prompts, given["length"], sampling, given["slide"])
     for chosen in in_turns(tokens, given["length"], mesh, writes(model, mesh), given["timeout"], lambda: written.over):
@@ -187,7 +189,11 @@ def _prompts(
     how = given["prompt"], given["prompt_file"], given["by_line"]
     found = together(ranks, lambda: read_prompts(*how), here=ranks.rank == 0)  # the file may be on one host only
     texts = [text for text in ranks.exchange(found)[0] for _ in range(given["samples"])]
-    words = together(ranks, lambda: words_of(given["words"], weights.run_of(source), vocab))
+    if len(texts) > MOST:
+        raise ConfigError(
+            f"--samples {given['samples']}: that makes {len(texts):,} texts; at most {MOST:,} go together."
+        )
+    words = together(ranks, lambda: words_of(given["words"], run_of(source), vocab))
     assert words is not None
     prompts = together(ranks, lambda: list(map(words.encode, texts)))
     assert prompts is not None
@@ -200,7 +206,7 @@ def _prompts(
 
 def _ends(source: Source, words: Words) -> list[int]:
     """The words that end a text: as the settings say that a model was brought with, else the tokenizer's own."""
-    imported = source.manifest.scalars.get("imported")
+    imported = source.manifest.scalars.get(IMPORTED)
     found = imported.get("eos_token_id") if isinstance(imported, dict) else None
     if isinstance(found, list):
         return [word for word in found if type(word) is int]

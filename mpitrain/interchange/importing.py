@@ -184,7 +184,7 @@ def run(found: Import, target: Path, told: Callable[[int], None]) -> int:
         def blocks(name: str) -> Iterator[memoryview]:
             for block in hdf5.in_blocks(_bytes(found, by_name[name])):
                 told(len(block))
-                yield block
+                yield memoryview(bytes(block))  # a block may wait for its sum, and the tensor should not with it
 
         datasets = [(name, pair.our_shape, found.dtype) for name, pair in by_name.items()]
         written = hdf5.write_blocks(folder / FILE, datasets, blocks)

@@ -31,6 +31,7 @@ from mpitrain.kernels.reference.update import adamw_numbers
 levels, use = _compiled.levels, _compiled.use
 
 _SINGLE = np.dtype(np.float32)
+_DOUBLE = np.dtype(np.float64)
 _PRECISIONS = (_SINGLE, np.dtype(np.float64))
 SPARE = 4_096
 """Floats in which C computes with a block of halves: 16 KiB, so that they stay in a core's first cache."""
@@ -573,6 +574,10 @@ def narrow(x: Array, dtype: Any, out: Array | None = None) -> Array:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
+    if out is None and a.dtype is b.dtype and (a.dtype is _SINGLE or a.dtype is _DOUBLE):  # small ones are many
+        plain = type(a) is type(b) is np.ndarray and a.flags.c_contiguous and b.flags.c_contiguous
+        if plain and (dtype is None or dtype == a.dtype):
+            return np.matmul(a, b)
     halves = type(a) is type(b) is np.ndarray and (_is_half(a.dtype) or _is_half(b.dtype))
     common = product_dtype(a, b)
     result = out.dtype if out is not None else common if dtype is None else np.dtype(dtype)

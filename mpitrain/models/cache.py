@@ -26,7 +26,7 @@ from mpitrain.autograd.function import Function
 from mpitrain.autograd.ops.attention import Attention, split_heads
 from mpitrain.autograd.program import Programs
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module, to_device
+from mpitrain.backend import Array, array_module, is_half, to_device
 from mpitrain.errors import GraphError
 
 
@@ -81,7 +81,7 @@ class Cache:
             name: xp.zeros((2, len(lengths), heads, self._places, d), like.dtype) for name, (heads, d) in layers.items()
         }
         self._at: Any = 0
-        self._rows: Any = 0
+        self._rows = array_module(like).arange(len(lengths))
         self._mask: Array | None = None
         self._seen = 0
         self.programs = Programs()
@@ -142,29 +142,16 @@ class Cache:
             keys[:, :, self._at], values[:, :, self._at] = parts[:, :, g], parts[:, :, g + 1]
         else:
             keys[self._rows, :, self._at], values[self._rows, :, self._at] = parts[:, :, g], parts[:, :, g + 1]
-        d = parts.shape[3]
-        y = array_module(qkv).empty((1, qkv.shape[1], heads * d), qkv.dtype)
+        y = array_module(qkv).empty((1, qkv.shape[1], heads * parts.shape[3]), qkv.dtype)
         y[0, b:] = 0.0
-        # The queries of a group stand where those of a sequence do: all see the same keys, and none is later.
-        kernels.attention(
-            parts[:, :, :g],
-            keys[:, :, : self._seen],
-            values[:, :, : self._seen],
-            y[0, :b].reshape(b, kv_heads, g, d),
-            scale=d**-0.5,
-            causal=False,
-            mask=self._mask,
-            rows=None,
-            drop=0.0,
-        )
+        out = y[0, :b].reshape(b, kv_heads, g, -1)
+        _attend(parts[:, :, :g], keys[:, :, : self._seen], values[:, :, : self._seen], self._mask, out)
         return y
 
     def _prepare(self) -> None:
         """What all layers of a pass have in common: where new keys go, and which are seen."""
         if self.is_empty:
             return
-        xp = array_module(self._like)
-        self._rows = xp.arange(len(self.lengths))
         at = self.lengths % self._places
         self._at = int(at[0]) if len(at) == 1 else to_device(at, self._like)
         seen = np.minimum(self.lengths + 1, self._places)
@@ -173,3 +160,30 @@ class Cache:
             self._mask = None
         else:
             self._mask = to_device(np.arange(self._seen) < seen[:, None], self._like)[:, None, None, :]
+
+
+def _attend(q: Array, keys: Array, values: Array, mask: Array | None, out: Array) -> None:
+    """Write softmax(q k^T / sqrt(d)) v into `out`; of halves by the kernel, which widens as it goes.
+
+    For a few queries a product is a pass over the keys, and the blocks into which the kernel cuts many of them cost
+    two or three times that.
+
+    Args:
+        q: (b, kv, g, d): the queries of a group stand where those of a sequence do, since all see the same keys and
+            none is later.  out alike.
+        keys: (b, kv, t, d); values alike.
+        mask: bool (b, 1, 1, t), True where there is a key of the text; None: everywhere.
+    """
+    scale = q.shape[3] ** -0.5
+    if is_half(q.dtype):
+        how: dict[str, Any] = {"scale": scale, "causal": False, "mask": mask, "rows": None, "drop": 0.0}
+        kernels.attention(q, keys, values, out, **how)
+        return
+    xp = array_module(q)
+    p = xp.matmul(q * scale, keys.swapaxes(2, 3))
+    if mask is not None:
+        p = xp.where(mask, p, -np.inf)  # a text has a key, that of its newest token
+    p -= p.max(axis=3, keepdims=True)
+    xp.exp(p, out=p)
+    p /= p.sum(axis=3, keepdims=True)
+    out[...] = xp.matmul(p, values)

@@ -86,6 +86,7 @@ class CNN(Module):
         dtype: of weights, activations and gradients; inputs are turned into it.
         zero: stage of ZeRO: what ranks deal out that would all hold the same (mpitrain.parallel.zero).
         prefetch: stage 3: parts of the model whose weights are on their way while another one works.
+        freeze: patterns of parameters that nobody trains, as `Module.freeze` takes them.
         xp: where they live: numpy, or cupy for this rank's device.
 
     Raises:
@@ -117,6 +118,7 @@ class CNN(Module):
         dtype: Any = np.float32,
         zero: int = 0,
         prefetch: int = PREFETCH,
+        freeze: Sequence[str] = (),
         xp: Any = np,
     ) -> None:
         super().__init__("cnn")
@@ -148,6 +150,8 @@ class CNN(Module):
         if self.num_stages - 1 in self.stages:
             self.flatten = Flatten()
             self.head = Linear("head", math.prod(self.shapes[-1]), classes)
+        if freeze:
+            self.freeze(*freeze, exchange=mesh.pp.exchange)
         self.materialize(mesh, seed, dtype, xp, zero)
         gather_units(self, mesh, prefetch)
 

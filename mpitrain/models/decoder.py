@@ -369,14 +369,14 @@ class Decoder(Module):
             run: (stage, *what comes into it) -> the stream.
             scores: this rank's columns of what is wanted, from what the last stage made.
         """
-        boundary, made, last = self._boundary(*inputs.shape), dict[int, Any](), self.num_stages - 1
+        made, last = dict[int, Any](), self.num_stages - 1
         pass_through(
             self.links,
             self.stages,
             last,
             0,
             lambda stage, *before: (run(stage, *before),),
-            lambda stage: boundary,
+            lambda stage: self._boundary(*inputs.shape),
             made,
             self.like,
         )

@@ -59,6 +59,7 @@ class MLP(Module):
         zero: stage of ZeRO: what ranks deal out that would all hold the same (mpitrain.parallel.zero).
         prefetch: stage 3: parts of the model whose weights are on their way while another one works.
         home: stage 3: where the parameters live, if not here (mpitrain.memory.home).
+        freeze: patterns of parameters that nobody trains, as `Module.freeze` takes them.
         xp: where they live: numpy, or cupy for this rank's device.
 
     Raises:
@@ -85,6 +86,7 @@ class MLP(Module):
         zero: int = 0,
         prefetch: int = PREFETCH,
         home: Home | None = None,
+        freeze: Sequence[str] = (),
         xp: Any = np,
     ) -> None:
         super().__init__("mlp")
@@ -98,6 +100,8 @@ class MLP(Module):
         if self.num_stages - 1 in self.stages:
             self.head = Linear("head", self.width, classes, init=initial.fan_in())
         self._counts = mesh.coords["tp"] == 0
+        if freeze:
+            self.freeze(*freeze, exchange=mesh.pp.exchange)
         self.materialize(mesh, seed, dtype, xp, zero, home)
         gather_units(self, mesh, prefetch)
 

@@ -126,7 +126,7 @@ def _check_may_move(model: Module) -> None:
     if model.zero or any(p.visits for p in model.parameters()):
         raise ConfigError(
             f"zero {model.zero}: rows of the weights are dealt out, which depends on what is frozen.\n"
-            "Freeze before the model is materialized; GPT and Llama take freeze=[...] for that."
+            "Freeze before the model is materialized; the library's models take freeze=[...] for that."
         )
 
 

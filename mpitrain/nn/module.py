@@ -279,7 +279,8 @@ class Module:
         parameters = self.parameters()
         names: set[str] = set()
         buffers = self.buffers()
-        for p in (*parameters, *buffers):
+        named: list[Parameter | Buffer] = [*parameters, *buffers]
+        for p in named:
             if p.name in names:
                 raise ConfigError(f"two parameters are called {p.name!r}; every parameter needs a name of its own")
             names.add(p.name)

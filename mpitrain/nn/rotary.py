@@ -154,7 +154,7 @@ class Rotary:
         if length == self.seq_len and positions is None:
             return self._whole
         places = np.arange(length) if positions is None else np.asarray(to_host(positions))
-        first, apart = int(places[0]) if length else 0, places.tobytes()
+        first, apart = int(places.flat[0]) if places.size else 0, places.tobytes()
         if places.ndim == 1 and np.array_equal(places, np.arange(first, first + length)):
             cos, sin = (table[first : first + length] for table in self._whole)
             return cos, sin

@@ -76,8 +76,8 @@ class Timeline:
     copies: tuple[tuple[Span, ...], ...] = ()
 
 
-def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = None) -> Timeline:
-    """Play rows that `check` accepts.
+def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = None, trains_from: int = 0) -> Timeline:
+    """Play rows that `check` accepts; `trains_from` as there.
 
     A send has a span of no length.  A receive has one from when the rank comes to it until the message is there, which
     is `costs.message` after its send.  LOAD, COUNT and REDUCE cost nothing, nor does STEP; but where a row is one step
@@ -101,7 +101,7 @@ def simulate(rows: Schedule, costs: Costs | None = None, sizes: Sizes | None = N
 
     Cost: about 4 us an action.
     """
-    checked = check(rows)
+    checked = check(rows, trains_from)
     play = _Play(rows, costs or Costs(), len(checked.placement))
     play.run()
     return _timeline(play, checked.peaks, None if sizes is None else _peak_bytes(play, checked, sizes))

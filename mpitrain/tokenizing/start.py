@@ -9,7 +9,7 @@ The folder of a run has a copy, so nothing else is needed to go on with it or to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +64,19 @@ def tokenizer_of(config: Config, world: World, found: Sequence[Path] = ()) -> To
     return tokenizer
 
 
-def read_words(config: Config, world: World, tokenizer: Tokenizer) -> Corpus:
+def read_words(
+    config: Config, world: World, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None
+) -> Corpus:
     """The text in the words of the tokenizer.  Collective over the world.
 
     One rank of each host encodes it, unless it was before, and all of them map what it wrote.  While it does, the
     others hear of it every now and then, so that however long the text is no message waits for too long.
+
+    Args:
+        config: the settings.
+        world: all ranks.
+        tokenizer: the same on all of them.
+        say: tells people how far it is, where it takes long.
 
     Raises:
         DataError: the text cannot be read, or the tokenizer fails on it.
@@ -89,15 +97,14 @@ def read_words(config: Config, world: World, tokenizer: Tokenizer) -> Corpus:
     encoder = encoded.Encoder(text, tokenizer) if text is not None else None
     key = world.exchange("" if encoder is None else encoder.key)[leader]
 
-    def works() -> bool:
+    def works() -> float:
         if encoder is None or (not encoder.begun and encoded.opened(key, tokenizer) is not None):
-            return True
-        return encoder.work(SHARE * config.timeout)
+            return 1.0
+        encoder.work(SHARE * config.timeout)
+        return encoder.share
 
-    while True:
-        done = together(world, lambda: heard("whether the text is encoded", works))
-        if all(world.exchange(bool(done))):
-            break
+    while (done := min(world.exchange(together(world, lambda: heard("how much of the text is encoded", works))))) < 1:
+        say(f"{100 * done:.0f} % of the text is encoded")
 
     def the_corpus() -> Corpus:
         if encoder is not None and encoder.done:

@@ -108,7 +108,9 @@ def _parsed(text: str) -> Action | None:
 def _played(measured: Measured, acted: Sequence[Sequence[Span]]) -> float | None:
     """The same rows in a simulator."""
     try:
-        return simulate([[span.action for span in of] for of in acted], measured.costs).bubble
+        rows = [[span.action for span in of] for of in acted]
+        back = min((action.stage for row in rows for action in row if action.kind == "B"), default=0)  # below all froze
+        return simulate(rows, measured.costs, trains_from=back).bubble
     except (ScheduleError, ValueError, IndexError):
         return None
 

@@ -935,6 +935,10 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
         found.append(pytest.mark.slow)  # tests/local/test_bug_hunt.py plays what these pages say in full
     if "fuzz_graphs.py --seed" in command or "fuzz_graphs.py --kernels" in command:
         found.append(pytest.mark.slow)  # as the command without these words
+    if "--freeze" in command and "blocks.0" not in command.split("verify")[0]:
+        found.append(pytest.mark.slow)  # as the first of them; tests/local/test_freezing.py tries more
+    if "generate runs/a" in command and "by-line" not in command:
+        found.append(pytest.mark.slow)  # as that command; tests/local/test_generate_command.py tries more
     if " tokenizer " in command or "--tokenizer " in command:
         found.append(pytest.mark.skipif(find_spec("tokenizers") is None, reason="the extra hf is not installed"))
     if "tensorboard" in command:
@@ -942,7 +946,7 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
     if command != "mpitrain checkpoint import gpt2 runs/gpt2" and (
         "runs/gpt2" in command or "checkpoint ex" in command or "read_weights" in command
     ):
-        found.append(pytest.mark.slow)  # as that command; tests/local/test_interchange.py and test_init.py try more
+        found.append(pytest.mark.slow)  # as that command; tests/local/test_interchange.py and test_init_from.py try more
     if "_digits_" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))

@@ -239,9 +239,9 @@ class Shaker:
         return y + slope if self.care >= 2 else y + blur.detach() + slope
 
     def __call__(self, x: Any) -> np.ndarray:
-        """Numbers of the shape of x, of the size of one rounding."""
+        """Numbers of the shape of x, the size of one rounding; in part alike, as the errors of equal elements are."""
         self.phase += 1.0
-        return self.size * np.cos(np.arange(x.size) + self.phase).reshape(x.shape)
+        return self.size * (np.cos(self.phase) + np.cos(np.arange(x.size) + self.phase)).reshape(x.shape)
 
 
 def run_shaken(program: Program, dtype: str | None, phase: float, care: int) -> tuple[Run, float]:

@@ -40,6 +40,16 @@ def draw_var(g):
     return drawn and (drawn[0], {**drawn[1], "correction": correction})
 
 
+def draw_std(g):
+    """Of elements that differ: where they do not, rounding alone decides the slope, in PyTorch too."""
+    drawn = draw_var(g)
+    if drawn is None:
+        return None
+    (x,), static = drawn
+    spread = np.ptp(g.env[x], axis=dims_tuple(g.env[x], static["dim"]))
+    return drawn if np.min(spread, initial=1) > 0.01 else None
+
+
 def lines(f):
     """A reduction from one of vectors: `f` sees the reduced dims as one, the last."""
 
@@ -203,7 +213,7 @@ WORDS = [
               blur="ops.mean({0} * {0} * shake({0}), {dim}, {keepdims})"),
     reduction("std", lambda x, correction: var(x, correction) ** 0.5,
               lambda t, x, d, k, correction: t.std(x, d, correction=correction, keepdim=k),
-              draw=draw_var, calls=("ops.std({0}, {dim}, {keepdims}, {correction})",
+              draw=draw_std, calls=("ops.std({0}, {dim}, {keepdims}, {correction})",
                                     "{0}.std({dim}, keepdims={keepdims}, correction={correction})"),
               blur="ops.mean({0} * shake({0}), {dim}, {keepdims})"),
     reduction("prod", product, torch_product, draw=draw_reduction(0)),

@@ -13,11 +13,14 @@ import checks_cnn
 from mpitrain import checkpoint
 from mpitrain.autograd import Tape, Tensor
 from mpitrain.autograd.gradcheck import check
+from mpitrain.autograd.ops import IGNORE
 from mpitrain.autograd.recompute import recompute
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
+from mpitrain.data.images import ImageBatch
+from mpitrain.debug.capture import recording
 from mpitrain.errors import ConfigError, ReplicaError
 from mpitrain.models.cnn import CNN
 from mpitrain.optim import AdamW
@@ -269,6 +272,37 @@ def test_replicas_that_keep_other_statistics_are_found():
             check(2)
 
     LocalWorld(2).run(main)
+
+
+def test_rows_of_padding_change_nothing():
+    """The last batch of an epoch has some; five ranks have some in every batch, which one rank has not."""
+    images = checks_cnn.patterns()
+    whole = images.batch_at(3, 12)
+    real = whole.targets != IGNORE
+    assert 0 < real.sum() < 12
+    found = []
+    for batch in (whole, ImageBatch(whole.inputs[real], whole.targets[real], 3)):
+        model = CNN(Mesh(alone()), (7, 6, 2), checks_cnn.GROUPS, checks_cnn.CLASSES, dtype=np.float64, **NORMS)
+        found.append([float(model(batch).data), *(buffer.array for buffer in model.buffers())])
+    for padded, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(padded, plain, rtol=1e-12)
+    LocalWorld(5).run(lambda: checks_cnn.equals_one_rank(world(), norms=NORMS))
+
+
+def test_a_proof_of_layouts_looks_at_running_statistics():
+    records = []
+
+    def main():
+        with recording(world(), records.append):
+            training = Training(3)
+            training.run(0, 2)
+        return {b.name: b.array for b in training.model.buffers()}
+
+    [kept] = LocalWorld(1).run(main)
+    begin, *steps = records
+    assert [place[0] for place in begin.facts["states"]["buffer"]] == list(kept)
+    np.testing.assert_array_equal(steps[-1].arrays["buffer"], np.concatenate([each.ravel() for each in kept.values()]))
+    assert not np.array_equal(steps[0].arrays["buffer"], steps[1].arrays["buffer"])
 
 
 def test_evaluation_takes_running_statistics_and_padding_takes_no_part():

@@ -91,7 +91,9 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [LLAMA, checks_memory.SIZES], ids=["llama", "gpt"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(LLAMA, marks=slow, id="llama"), pytest.param(checks_memory.SIZES, id="gpt")]
+)
 @pytest.mark.parametrize("how", PACKED, ids=str)
 def test_several_documents_in_a_sequence(sizes, how):
     holds(sizes, packed=True, microbatches=2, **how)

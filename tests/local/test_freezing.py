@@ -18,6 +18,8 @@ from checks_layouts import numbers
 from kept_state import TEXT
 from resume_layouts import Matrix
 
+from mpitrain.autograd.node import Visit
+from mpitrain.autograd.tape import Tape
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
@@ -73,6 +75,23 @@ def test_frozen_stages_have_no_backward_and_nothing_of_an_optimizer() -> None:
     ]
     assert [numbers[1:] for numbers in (each[:3] for each in found)] == [(2, 0), (2, 0), (2, 12), (2, 15)]
     assert {each[3] for each in found} == {0}
+
+
+def test_no_tape_holds_a_frozen_weight_that_comes_and_goes() -> None:
+    """Nor a view of it, as the head's of a tied table: else whole weights would wait here for backward (zero 3)."""
+
+    def body() -> list[Any]:
+        mesh = Mesh(world(), dp=2)
+        model = GPT(checks.TIED, mesh, freeze=("table", "*.attention.proj"), zero=3)
+        with Tape() as tape:
+            model(next(iter(numbers(checks.TIED).batches(4, mesh.dp.rank, 2, stop_step=1))))
+        shapes = {p.full_shape for p in model.parameters() if len(p.full_shape) == 2}
+        shapes |= {shape[::-1] for shape in shapes}
+        saved = [item for node in tape.nodes for item in node.saved or ()]
+        assert sum(type(item) is Visit for item in saved) > 8
+        return [item.shape for item in saved if getattr(item, "shape", None) in shapes]
+
+    assert LocalWorld(2, timeout=60).run(body) == [[], []]
 
 
 def test_ranks_that_freeze_different_weights_are_told() -> None:

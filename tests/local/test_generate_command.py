@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from reseal import rewrite
 from mpitrain import cli
 from mpitrain.checkpoint.tools.source import Source
 from mpitrain.comm.local import LocalWorld
+from mpitrain.comm.world import world
+from mpitrain.data.tokenizer import Bytes, Tokenizer
 from mpitrain.errors import CheckpointDamaged, CheckpointError, ConfigError, DataError, ShapeError, UserError
-from mpitrain.generation.command import main
+from mpitrain.generation.command import _ends, main
 from mpitrain.generation.output import Printer, Texts
 from mpitrain.generation.prompts import Numbers
 from mpitrain.train import main as train
@@ -58,14 +61,17 @@ def test_a_text_is_printed_as_it_comes_and_how_long_it_took(runs, capfd):
     assert out != said(capfd, runs / "gpt", *HOW, "--temperature", 0).out
 
 
-@pytest.mark.parametrize("run", ["gpt", "llama"])
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    ("run", "ranks", "layout"),
     [
-        (2, "--tp 2 --sequence-parallel"),
-        (2, "--pp 2"),
-        (3, "--zero 3"),
-        pytest.param(4, "--cp 2 --tp 2", marks=pytest.mark.slow),
+        ("gpt", 2, "--tp 2 --sequence-parallel"),
+        ("llama", 2, "--pp 2"),
+        ("gpt", 3, "--zero 3"),
+        *(
+            pytest.param(run, ranks, layout, marks=pytest.mark.slow)
+            for run in ("gpt", "llama")
+            for ranks, layout in ((2, "--tp 2"), (2, "--dp 2"), (4, "--cp 2 --tp 2"), (4, "--pp 2 --tp 2 --zero 3"))
+        ),
     ],
 )
 def test_any_layout_prints_the_same_once(runs, capfd, run, ranks, layout):
@@ -110,10 +116,45 @@ def test_words_may_be_numbers(runs, capfd):
 
 
 def test_precision_may_be_another_one(runs, capfd):
-    texts = [said(capfd, runs / "llama", *HOW, "--dtype", dtype, "--json").out for dtype in ("float32", "float64")]
-    one, two = (json.loads(text) for text in texts)
-    assert [one["dtype"], two["dtype"]] == ["float32", "float64"]
-    assert one["texts"][0]["words"][:5] == two["texts"][0]["words"][:5]
+    dtypes = ["float16", "float32", "float64"]
+    texts = [json.loads(said(capfd, runs / "llama", *HOW, "--dtype", dtype, "--json").out) for dtype in dtypes]
+    assert [text["dtype"] for text in texts] == dtypes
+    assert len({tuple(text["texts"][0]["words"][:5]) for text in texts}) == 1
+
+
+@pytest.mark.parametrize("kind", [lambda word: word, lambda word: [7, word]], ids=["number", "list"])
+def test_a_text_ends_where_an_imported_model_ends_one(runs, capfd, tmp_path, kind):
+    shutil.copytree(runs / "gpt" / "checkpoints" / "step-00000001", tmp_path / "step")
+    whole = json.loads(said(capfd, tmp_path / "step", *HOW, "--json").out)["texts"][0]
+    end = whole["words"][6]
+    before = whole["words"][: whole["words"].index(end)]
+    rewrite(tmp_path / "step", lambda manifest: manifest["scalars"].update(imported={"eos_token_id": kind(end)}))
+    ended = json.loads(said(capfd, tmp_path / "step", *HOW, "--json").out)["texts"][0]
+    assert ended["words"] == before
+    assert ended["ended"]
+    out, err = said(capfd, tmp_path / "step", *HOW, "--dp", 2, ranks=2)
+    assert out == f"10 bottles{ended['text']}\n"
+    assert err.rstrip().endswith("; it ended")
+    beyond = json.loads(said(capfd, tmp_path / "step", *HOW, "--json", "--past-end").out)["texts"][0]
+    assert beyond == whole
+
+
+def test_a_tokenizer_that_was_trained_here_has_a_word_for_the_end():
+    pytest.importorskip("tokenizers")
+    words = Tokenizer.trained(["ab ab abc"], 260)
+    source = SimpleNamespace(manifest=SimpleNamespace(scalars={"imported": {"eos_token_id": None}}))
+    assert _ends(source, words) == [words.number("<|endoftext|>")]
+    assert _ends(source, Bytes()) == []
+
+
+def test_ranks_that_read_other_words_are_found(runs, monkeypatch):
+    class Others(Bytes):
+        def encode(self, text):
+            return [1]
+
+    monkeypatch.setattr("mpitrain.generation.command.words_of", lambda *_: (Bytes, Others)[world().rank]())
+    with pytest.raises(DataError, match="rank 1 reads the prompt as other words than rank 0"):
+        LocalWorld(2).run(main, [str(runs / "gpt"), *HOW, "--dp", "2"])
 
 
 def test_help_lists_every_option(capsys):
@@ -149,6 +190,23 @@ def test_what_is_wrong_is_said(runs, words, error, wrong):
         LocalWorld(1).run(main, [str(runs / "gpt"), *words])
     assert wrong in str(found.value)
     assert len(str(found.value).splitlines()) <= 5
+
+
+def test_more_texts_than_memory_holds_are_refused(runs, monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 1)
+    some, many = ([str(runs / "gpt"), *HOW, "--samples", count] for count in ("16", "100"))
+    assert LocalWorld(1).run(main, some) == [0]
+    wrong = r"42,880 weights in float32 need 0.0 GiB on this host, keys and values of 3,200 words 0.0; it has 0.0"
+    with pytest.raises(ConfigError, match=wrong):
+        LocalWorld(1).run(main, many)
+
+
+def test_too_many_texts_are_refused(runs, tmp_path):
+    (tmp_path / "prompts").write_text("a\n" * 300)
+    with pytest.raises(ConfigError, match="--samples 4: that makes 1,200 texts; at most 1,024 go together"):
+        LocalWorld(1).run(
+            main, [str(runs / "gpt"), "--prompt-file", str(tmp_path / "prompts"), "--by-line", "--samples", "4"]
+        )
 
 
 def test_a_layout_that_does_not_divide_is_refused_on_all_ranks(runs):
@@ -255,3 +313,12 @@ def test_an_output_that_nobody_reads_is_no_error(runs, capfd):
     texts.add(np.array([1]))
     printer.add()
     printer.finish({})
+
+
+def test_a_newer_checkpoint_that_is_damaged_is_passed_over_and_said(runs, tmp_path, capfd):
+    shutil.copytree(runs / "gpt", tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000009").mkdir()
+    out, err = said(capfd, tmp_path / "run", *HOW)
+    assert out == said(capfd, runs / "gpt", *HOW).out
+    assert err.startswith("passed over: ")
+    assert "step-00000009" in err

@@ -278,7 +278,7 @@ def test_the_run_is_one_for_all_tools(tmp_path, capsys):
 
 
 def test_memory_is_that_of_one_tensor(tmp_path):
-    config = {**hf_models.LLAMA, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    config = {**hf_models.LLAMA, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2}
     config["vocab_size"] = 4096
     held = hf_models.tensors(config)
     largest = max(values.nbytes for values in held.values())
@@ -292,7 +292,7 @@ def test_memory_is_that_of_one_tensor(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert total > 6 * largest
-    assert peaks[0] < 2 * largest + (6 << 20) < total / 2, (peaks, largest, total)
+    assert peaks[0] < 2 * largest + (24 << 20) < total, (peaks, largest, total)
     assert peaks[1] < largest + (4 << 20), (peaks, largest, total)
 
 
@@ -300,7 +300,8 @@ def test_who_lacks_the_library_is_told_how_to_get_it(tmp_path, monkeypatch):
     hf_models.write(tmp_path / "theirs", hf_models.GPT2, hf_models.tensors(hf_models.GPT2))
 
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert "pip install 'mpitrain[hf]'" in refused("import", tmp_path / "theirs", tmp_path / "run", error=UserError)
+    said = refused("import", tmp_path / "theirs", tmp_path / "run", error=ConfigError)
+    assert 'pip install "mpitrain[hf]"' in said
     assert not [path for path in tmp_path.iterdir() if "run" in path.name]
 
 

@@ -218,7 +218,7 @@ def test_a_head_without_its_gather_is_found():
 
 def test_a_serial_loss_of_a_cut_vocabulary_is_found():
     serial = lambda logits, targets, axis, *, vocab: ops.softmax_cross_entropy(logits, targets % 8)  # noqa: E731
-    with mock.patch("mpitrain.models.gpt.cross_entropy", serial):
+    with mock.patch("mpitrain.models.decoder.cross_entropy", serial):
         assert "softmax_cross_entropy over the classes of a Shard(2) value over tp" in told(2, tp=2)
 
 

@@ -19,7 +19,7 @@ from mpitrain.data.corpus import load
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import CheckpointError, ConfigError, DataError
 from mpitrain.replay.command import main as replay
-from mpitrain.tokenizing import command
+from mpitrain.tokenizing import command, start
 from mpitrain.tokenizing.start import read_words, tokenizer_of
 from mpitrain.train import main
 
@@ -64,7 +64,7 @@ def state(run, step):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.h5"))}
 
 
-@pytest.mark.parametrize("asked", ["bpe:300", "a file"])
+@pytest.mark.parametrize("asked", [pytest.param("bpe:300", marks=pytest.mark.slow), "a file"])
 def test_a_run_that_stops_and_goes_on_elsewhere_is_the_uninterrupted_one(tmp_path, text, made, asked, capsys):
     asked = str(made) if asked == "a file" else asked
     more = ["--steps", "6", "--tokenizer", asked, "--eval-every", "3", "--save-every", "3", "--metrics", "csv"]
@@ -80,8 +80,6 @@ def test_a_run_that_stops_and_goes_on_elsewhere_is_the_uninterrupted_one(tmp_pat
     tables = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("moved", "whole")]
     assert [len(table) for table in tables] == [7, 7]
     words = Tokenizer.read(tmp_path / "moved")
-    size = 300 if asked.startswith("bpe:") else 290
-    assert words.text == Tokenizer.trained(encoded.training_pieces(load(text)), size).text
     out = capsys.readouterr().out
     assert f"tokenizer    {asked}: {words}" in out
     assert f"vocabulary {words.vocab_size}, " in out
@@ -114,17 +112,32 @@ def test_one_rank_encodes_and_all_map_what_it_wrote(tmp_path, text, made, monkey
     assert len(ranks) == count
 
 
+def test_what_takes_long_is_told_and_no_message_waits_for_it(tmp_path, text, made, monkeypatch, capsys):
+    """Every round is a message, so ranks that only wait hear of those that encode; a replay hears the same."""
+    monkeypatch.setattr(start, "SHARE", 0.0)
+    monkeypatch.setattr(encoded, "PIECE", 2000)
+    monkeypatch.setattr(encoded, "_AT_ONCE", 4000)
+    train(2, tmp_path / "run", text, "--steps", "1", "--tokenizer", str(made), "--record", str(tmp_path / "rec"))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" % of the text is encoded")]
+    shares = [int(line.split()[0]) for line in told]
+    assert len(shares) > 3
+    assert shares == sorted(shares)
+    assert max(shares) <= 100
+    shutil.rmtree(tmp_path / "cache")
+    assert replay([str(tmp_path / "rec"), "--rank", "1"]) == 0
+
+
 def test_one_rank_of_each_host_encodes(text, made, monkeypatch):
     """Which may be two at once into one home: either file is whole, and one of them stays."""
     ranks, encode = set(), Tokenizer.encode_all
     monkeypatch.setattr(Tokenizer, "encode_all", lambda *args: (ranks.add(world().rank), encode(*args))[1])
 
-    def start():
+    def begin():
         world().host = f"host{world().rank // 2}"
         corpus = read_words(Config(data=text, tokenizer=str(made)), world(), Tokenizer.read(made))
         return corpus.train.tolist(), corpus.sha256
 
-    found = LocalWorld(4).run(start)
+    found = LocalWorld(4).run(begin)
     assert ranks == {0, 2}
     assert found == [found[0]] * 4
     assert len(list(encoded.cache_folder().iterdir())) == 1
@@ -133,6 +146,8 @@ def test_one_rank_of_each_host_encodes(text, made, monkeypatch):
 def test_a_recorded_rank_needs_neither_the_others_nor_the_cache(tmp_path, text, capsys):
     flags = ["--steps", "2", "--tokenizer", "bpe:300", "--record", str(tmp_path / "rec")]
     train(2, tmp_path / "run", text, *flags)
+    made = Tokenizer.trained(encoded.training_pieces(load(text)), 300)
+    assert (tmp_path / "run" / "tokenizer.json").read_text(encoding="utf-8") == made.text
     for rank in ("1", "0"):
         shutil.rmtree(tmp_path / "cache")
         assert replay([str(tmp_path / "rec"), "--rank", rank]) == 0
@@ -159,13 +174,13 @@ def test_files_that_differ_between_ranks_are_refused_on_all(tmp_path, made):
     (tmp_path / "other").mkdir()
     Tokenizer.trained([TEXT], 280).save(tmp_path / "other" / "tokenizer.json")
 
-    def start():
+    def begin():
         place = "made" if world().rank != 1 else "other"
         with pytest.raises(DataError, match="not the same file on all ranks: rank 1 reads") as caught:
             tokenizer_of(Config(tokenizer=str(tmp_path / place)), world())
         return str(caught.value).splitlines()[1]
 
-    assert set(LocalWorld(3).run(start)) == {"Give every host the same one."}
+    assert set(LocalWorld(3).run(begin)) == {"Give every host the same one."}
 
 
 def test_mistakes_are_told_on_all_ranks_and_leave_no_folder(tmp_path, text, made, monkeypatch):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpitrain.models.decoder
 import mpitrain.models.gpt
 import mpitrain.parallel.sequence
 import mpitrain.parallel.tensor
@@ -474,7 +475,7 @@ def test_an_input_whose_gradient_is_not_summed_over_tp_is_found_in_the_gradients
 
 def test_norms_whose_gradients_are_not_summed_with_sequence_parallelism_are_found(monkeypatch):
     """C39."""
-    monkeypatch.setattr(mpitrain.models.gpt, "between", lambda sequence_parallel: Spec(None))
+    monkeypatch.setattr(mpitrain.models.decoder, "between", lambda sequence_parallel: Spec(None))
     verdict, found = prove("dp2,tp2,sp")
     assert (verdict.first.step, verdict.first.kind) == (1, "gradient")
     assert found["alone"] == "dp2 equal, tp2 equal, tp2,sp differs"

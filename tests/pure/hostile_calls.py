@@ -159,6 +159,13 @@ def encoded_text(cache, key):
     return None if found is None else (str(found), int(found.train.sum()) + int(found.val.sum()))
 
 
+def exported(run, theirs):
+    """A model that somebody else trained, as another tool gets it."""
+    os.chdir(os.path.dirname(run))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return command.main(["export", run, theirs], OF_OTHERS)
+
+
 def board(run_folder):
     return {rank: (copy.page.current(), copy.page.calls()) for rank, copy in Copies(0).read(run_folder, [0, 1]).items()}
 

@@ -26,6 +26,7 @@ from mpitrain.checkpoint.tools import command
 from mpitrain.config import Config
 from mpitrain.data import encoded
 from mpitrain.data.corpus import fingerprint
+from mpitrain.interchange.command import TOOLS as OF_OTHERS
 
 VALUES = hostile_hdf5.VALUES.tolist()
 
@@ -71,6 +72,9 @@ class Bases:
             self.weights[name] = hf_models.write(folder / name, hf_models.CASES[name], held, shards)
         self.tokenizer = json.dumps(_words()).encode()
         self.encoded = _encoded()
+        self.model = folder / "model"
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.main(["import", str(self.weights["llama-groups"]), str(self.model)], OF_OTHERS)
         self.metrics = b"".join(
             b'{"step": %d, "loss": 5.%d, "lr": 1e-3, "val_loss": 4.5}\n' % (n, n) for n in range(1, 30)
         )
@@ -341,6 +345,18 @@ def weights(draw: random.Random, bases: Bases, folder: Path) -> Case:
     return Case(["imported", str(made), str(folder / "run")])
 
 
+def model(draw: random.Random, bases: Bases, folder: Path) -> Case:
+    """A checkpoint that is whole, with other settings of its model, or other tensors, than it was saved with."""
+    shutil.copytree(bases.model, folder / "run")
+    saved = folder / "run" / "checkpoints" / "step-00000000"
+    manifest = checkpoints.read(saved)
+    manifest.pop("sha256")
+    part = draw.choice(("scalars", "scalars", "tensors"))
+    manifest[part] = changed(draw, manifest[part])
+    checkpoints.write(saved, json.dumps(manifest)[:-1])
+    return Case(["exported", str(folder / "run"), str(folder / "theirs")])
+
+
 KINDS: dict[str, Callable[[random.Random, Bases, Path], Case]] = {
     function.__name__: function
     for function in (
@@ -356,6 +372,7 @@ KINDS: dict[str, Callable[[random.Random, Bases, Path], Case]] = {
         recording,
         digests,
         weights,
+        model,
         tokenizer,
         encoded_text,
     )

@@ -144,12 +144,14 @@ def arguments(kernel: str, dtype: Any, rows: int, width: int, seed: int = 0) -> 
         return 3 * normal(*matrix), normal(*matrix)
     if kernel == "swiglu_backward":
         return normal(*matrix), 3 * normal(*matrix), normal(*matrix)
-    if kernel == "rotary":  # one group of two heads of queries, one of keys and one of values, 2 width wide
-        angles = 9 * rng.standard_normal(matrix)
-        return normal(rows, 8 * width), np.cos(angles).astype(wide(dtype)), np.sin(angles).astype(wide(dtype))
+    if kernel == "rotary":  # one group of two heads of queries, one of keys and one of values, of width // 4 pairs
+        pairs = (width + 3) // 4
+        angles = 9 * rng.standard_normal((rows, pairs))
+        return normal(rows, 8 * pairs), np.cos(angles).astype(wide(dtype)), np.sin(angles).astype(wide(dtype))
     if kernel in ("rotary_pack", "rotary_unpack"):
         qkv, cos, sin = arguments("rotary", dtype, rows, width, seed)
-        parts = (qkv[:, : 4 * width], qkv[:, 4 * width :]) if kernel == "rotary_pack" else (qkv,)
+        middle = qkv.shape[1] // 2
+        parts = (qkv[:, :middle], qkv[:, middle:]) if kernel == "rotary_pack" else (qkv,)
         return *(part.copy() for part in parts), cos, sin
     if kernel == "softmax":
         return (4 * normal(*matrix),)

@@ -207,8 +207,11 @@ def test_weights_that_cannot_be_tied_are_refused(make: Any, message: str) -> Non
 
 def test_square_weights_are_tied_as_it_is_said() -> None:
     z = Linear("z", 4, 4)
-    assert Linear("q", 4, 4, tied=z.weight, transposed=True).transposed
-    assert not Linear("q", 4, 4, tied=z.weight, transposed=False).transposed
+    turned, straight = (Linear("q", 4, 4, bias=False, tied=z.weight, transposed=which) for which in (True, False))
+    Sequential("all", z, turned, straight).materialize(MESH, seed=1, dtype=np.float64)
+    x = np.eye(4)
+    assert (turned(Tensor(x)).data == z.weight.data.T).all()
+    assert (straight(Tensor(x)).data == z.weight.data).all()
     assert Linear("q", 4, 4).weight.name == "q.weight"
 
 

@@ -52,6 +52,21 @@ def test_a_check_that_crashes_is_a_finding():
     assert finding == Finding("moon", "warn", "could not be examined: RuntimeError: no moon")
 
 
+def test_libraries_that_some_options_need_are_told_with_the_extras_that_bring_them(monkeypatch):
+    def version(name):
+        if name == "safetensors":
+            return "0.8.0"
+        raise machine.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine, "version", version)
+    (found,) = machine.check_extras()
+    assert (found.level, found.text) == ("note", "safetensors 0.8.0; not here: tokenizers, tensorboardX")
+    assert "'mpitrain[hf,tensorboard]'" in found.fix
+    monkeypatch.setattr(machine, "version", lambda name: "1.0")
+    (found,) = machine.check_extras()
+    assert (found.level, found.fix) == ("ok", "")
+
+
 def test_it_answers_on_a_bare_machine_and_training_can_run_there(tmp_path):
     """No PATH, no home, no variables: only this Python; what lacks is a finding with a way out."""
     code = "import sys; from mpitrain.doctor import main; sys.exit(main(['--json']))"
@@ -75,6 +90,7 @@ def test_it_answers_on_a_bare_machine_and_training_can_run_there(tmp_path):
         "HDF5",
         "folder",
         "kernels",
+        "extras",
     } <= topics
     assert [f for f in said["findings"] if f["level"] in ("warn", "bad") and not f["fix"]] == []
     assert list(tmp_path.iterdir()) == []

@@ -227,10 +227,13 @@ def test_a_tokenizer_that_fails_leaves_no_file(text, words, tmp_path, monkeypatc
 def test_it_can_be_done_bit_by_bit(text, words):
     expected = encoded.load(text, words)
     encoder = encoded.Encoder(corpus.load(text), words)
-    rounds = 0
+    shares = [encoder.share]
     while not encoder.work(0.0):
-        rounds += 1
-    assert rounds > 10
+        shares.append(encoder.share)
+    assert len(shares) > 10
+    assert shares == sorted(set(shares))
+    assert (shares[0], encoder.share) == (0.0, 1.0)
+    assert max(shares) < 1
     assert encoder.result().train.tolist() == expected.train.tolist()
 
 

@@ -286,6 +286,27 @@ def test_what_may_not_be_written_is_refused(name):
         refuses(name, at, array)
 
 
+@pytest.mark.parametrize(
+    "name", ["convolution_scratch", "conv2d", "conv2d_filters", "max_pool2d", "max_pool2d_backward"]
+)
+def test_windows_that_cannot_be_are_refused(name):
+    """No size below 1, no window beyond the image, and nothing so large that bytes would not fit 63 bits."""
+    first = len(good()[name]) - 14
+    images, _, _, channels, filters, groups, kh, _, stride, _, padding, _, dilation, _ = range(first, first + 14)
+    wrong = [(at, value) for at in range(first, first + 14) for value in (-1, 1 << 25, 1 << 62)]
+    wrong += [(at, 0) for at in (channels, filters, groups, kh, stride, dilation)]
+    wrong += [(kh, 8), (dilation, 4), (images, 1 << 24), (padding, 1 << 24)]
+    if "pool" in name:
+        wrong += [(padding, 2), (groups, 2), (kh, 257), (dilation, 2)]
+    for at, value in wrong:
+        arguments = good()[name]
+        arguments[at] = value
+        if name == "convolution_scratch" and at in (images, padding) and value == 1 << 24:
+            continue  # few enough bytes, but no array has so many images
+        with pytest.raises(REFUSALS):
+            function(name)(*arguments)
+
+
 def test_the_bias_of_gelu_is_left_out_with_its_scratch():
     grad, slope, dx, _, group, spare = good()["gelu_backward"]
     _compiled.gelu_backward(grad, slope, dx, None, group[:0], spare)

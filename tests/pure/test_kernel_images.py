@@ -178,12 +178,10 @@ def test_largest_numbers_of_windows(name, dtype, level):
     grad = draws.standard_normal(y.shape).astype(dtype_of(dtype))
     dx = kernels.max_pool2d_backward(grad, where, slide).astype(np.float64)
     back = np.zeros(x.shape)
-    for place in np.ndindex(*y.shape):
-        n, i, j, c = place
-        di, dj = divmod(int(where[place]), slide.window[1])
-        back[n, i * slide.stride[0] - slide.padding[0] + di, j * slide.stride[1] - slide.padding[1] + dj, c] += grad[
-            place
-        ]
+    n, i, j, c = np.indices(y.shape)
+    di, dj = np.divmod(where.astype(np.int64), slide.window[1])
+    rows, columns = i * slide.stride[0] - slide.padding[0] + di, j * slide.stride[1] - slide.padding[1] + dj
+    np.add.at(back, (n, rows, columns, c), grad.astype(np.float64))
     np.testing.assert_allclose(dx, back, rtol=0, atol=2e-2 if is_half(dtype_of(dtype)) and slide.overlap else 1e-5)
 
 

@@ -171,7 +171,7 @@ def test_one_row_gives_what_it_gives_among_many(dtype, compiled_level):
 @PRECISIONS
 def test_tables_of_angles_are_those_of_each_sample_or_of_all(dtype, level):
     """To the last bit: samples that have positions of their own may have the same."""
-    x, cos, sin = arguments("rotary", dtype, 10, 3)
+    x, cos, sin = arguments("rotary", dtype, 10, 12)
     x = x.reshape(2, 5, 24)
     apart = [kernels.rotary(x[i : i + 1], 2, 1, cos[5 * i : 5 * i + 5], sin[5 * i : 5 * i + 5]) for i in (0, 1)]
     assert same_bits([kernels.rotary(x, 2, 1, cos.reshape(2, 5, 3), sin.reshape(2, 5, 3))], [np.concatenate(apart)])
@@ -184,7 +184,7 @@ def test_queries_and_keys_that_come_apart_are_turned_as_if_together(dtype, level
     """To the last bit, and the way back undoes it; two groups of three queries."""
     rng = np.random.default_rng(1)
     q, kv = rng.standard_normal((2, 5, 6 * 14)).astype(dtype), rng.standard_normal((2, 5, 4 * 14)).astype(dtype)
-    _, cos, sin = arguments("rotary", dtype, 5, 7)
+    _, cos, sin = arguments("rotary", dtype, 5, 28)
     groups = [np.concatenate([q[..., 42 * i : 42 * i + 42], kv[..., 28 * i : 28 * i + 28]], 2) for i in (0, 1)]
     whole = kernels.rotary(np.concatenate(groups, 2), 6, 2, cos, sin)
     assert same_bits([kernels.rotary_pack(q, kv, 6, 2, cos, sin)], [whole])
@@ -225,6 +225,9 @@ def test_other_precisions_are_left_to_the_references(dtype, compiled_level):
 def test_precisions_that_are_mixed_are_left_to_the_references(compiled_level):
     x, bias = arguments("gelu_tanh", np.float32, 5, 33)
     assert same_bits(kernels.gelu_tanh(x, bias.astype(np.float64)), reference.gelu_tanh(x, bias.astype(np.float64)))
+    grad, x, rstd, weight, extra = arguments("rms_norm_backward", np.float32, 5, 33)
+    mixed = grad, x, rstd.astype(np.float64), weight, extra
+    assert same_bits(kernels.rms_norm_backward(*mixed), reference.rms_norm_backward(*mixed))
     p, m, v, g = arguments("adamw", np.float32, 5, 33)
     kernels.adamw(p, g.astype(np.float64), m, v, **ADAMW)
     q, n, w, g = arguments("adamw", np.float32, 5, 33)

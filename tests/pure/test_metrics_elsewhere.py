@@ -169,7 +169,9 @@ def curves(folder):
 
 
 @pytest.fixture
-def _library():
+def _library(monkeypatch):
+    if "tensorboardX" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "torch", None)  # it would import PyTorch, for pictures of networks
     pytest.importorskip("tensorboardX", reason="needs tensorboardX: the extra tensorboard")
 
 

@@ -7,6 +7,7 @@ that takes the place of the input, or a number a row.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Linear(Function):
 
     linear = (0, 2)
     bilinear = True
-    saved_for = {0: 1}
+    saved_for = MappingProxyType({0: 1})
     needs = (NEAR,)
 
     @staticmethod

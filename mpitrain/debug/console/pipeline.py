@@ -65,7 +65,10 @@ def picture(views: Mapping[int, View], focus: int, width: int = 100, every: bool
 
 def _one(views: Sequence[View], waiting: Mapping[int, Sequence[int]], width: int) -> str:
     places = [place_in_row(view) for view in views]
-    timeline = simulate([row for row, _, _ in places])
+    executor = views[0].executor
+    timeline = simulate(
+        [row for row, _, _ in places], trains_from=0 if executor is None else executor.model.trains_from
+    )
     text = render.text(
         timeline,
         width,

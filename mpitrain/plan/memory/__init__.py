@@ -1,4 +1,4 @@
-"""Bytes that a rank holds while it trains a GPT, predicted: every array has a line and every line a formula.
+"""Bytes that a rank holds while it trains a decoder, predicted: every array has a line and every line a formula.
 
     step = Step(GPTConfig(...), batch=8, tp=2, recompute="full")          # as plan.traffic takes it
     of_stage(step, 0)                    # what one micro-batch keeps for backward: path, name, shape, dtype, why

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step of training a GPT, predicted: every message has a line and every line a formula.
+"""Bytes that a rank sends in a step of training a decoder: every message has a line and every line a formula.
 
     print(traffic(Step(GPTConfig(...), batch=8, dp=2, tp=2)).table())
 
