@@ -946,7 +946,7 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
     if command != "mpitrain checkpoint import gpt2 runs/gpt2" and (
         "runs/gpt2" in command or "checkpoint ex" in command or "read_weights" in command
     ):
-        found.append(pytest.mark.slow)  # as that command; tests/local/test_interchange.py and test_init_from.py try more
+        found.append(pytest.mark.slow)  # test_interchange.py and test_init_from.py try more
     if "_digits_" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))

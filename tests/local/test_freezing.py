@@ -131,6 +131,7 @@ def test_a_run_goes_on_with_what_it_has_frozen(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     flags = ["--model", "gpt-tiny", "--batch", "4", "--eval-every", "0", "--sample-length", "0", "--run", str(tmp_path)]
     flags += ["--data", str(tmp_path / "text.txt"), "--steps", "2", "--stop-after", "1"]
+    flags += ["--lr-groups", "table.*=0.5"]  # of what is frozen: no mistake
     with redirect_stdout(io.StringIO()) as told:
         LocalWorld(1).run(main, [*flags, "--freeze", "table,blocks.0"])
     assert "frozen       13 of 29 tensors" in told.getvalue()

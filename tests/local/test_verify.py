@@ -544,8 +544,8 @@ def test_a_state_that_an_optimizer_spoils_on_one_rank_is_found_though_weights_do
 def test_weights_that_start_from_other_numbers_are_found_before_the_first_step(monkeypatch):
     whole = mpitrain.models.gpt.GPT.materialize
 
-    def materialize(self, mesh, seed=0, *others):
-        whole(self, mesh, seed + mesh.coords["tp"], *others)
+    def materialize(self, mesh, seed=0, *others, **more):
+        whole(self, mesh, seed + mesh.coords["tp"], *others, **more)
 
     monkeypatch.setattr(mpitrain.models.gpt.GPT, "materialize", materialize)
     verdict, found = prove("dp2,tp2")
@@ -582,7 +582,10 @@ def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
         None, *cases.PARTS, *cases.OF_EXPERTS
     }  # fmt: skip
     assert {case.options["loss_scaling"] for case in drawn} == {None, "dynamic", "static", "blocks"}
-    assert {case.options["lr_groups"] for case in drawn} == {None, *cases.LR_GROUPS}
+    groups = {case.options["lr_groups"] for case in drawn}
+    assert groups == {None, *cases.LR_GROUPS, cases.LR_GROUPS[0].replace("*.bias", "*.proj.*")}  # a llama has no bias
+    assert {case.options.get("model") for case in drawn} == {None, "llama-tiny"}
+    assert {case.options["window"] for case in drawn} >= {None, 2, 3, 7}
     assert {letter for case in drawn for letter, _ in case.layout.counts} == {"v", "s"}
     assert any("0" in (case.options["stage_layers"] or "").split(",") for case in drawn)
     assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in drawn)
