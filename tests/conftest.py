@@ -64,3 +64,11 @@ def kernels_of_the_process() -> Iterator[None]:
     from mpitrain import kernels
 
     kernels.select(None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Encoded texts of tests are not kept in the home of whoever runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPITRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield

@@ -90,7 +90,8 @@ class Executor:
 
     Raises:
         ConfigError: the sequences are cut, but the model's `forward_stage` takes no `carry`; the optimizer updates
-            something else than the model's shares, or the reducer is not one of its stage of ZeRO.
+            something else than the model's shares, or the reducer is not one of its stage of ZeRO; weights were frozen
+            too late, all of them, or others on other ranks, or stages share one that cannot.
         ScheduleError: the rows cannot run, or are not those of this mesh and model.
     """
 
