@@ -30,6 +30,8 @@ PARTS = ("blocks.*.mlp", "blocks.*.attention", "blocks.0", "table,norm,head", "*
 """Of the model, that may be made again in backward; `*.*` is every block."""
 OF_EXPERTS = ("blocks.*.mlp", "blocks.*.mlp.router", "blocks.0", "*.*,blocks.*.mlp.experts")
 """The same where experts stand in the place of MLPs."""
+FREEZES = ("blocks.0", "table", "blocks.*.attention,norm", "*,!norm")
+"""What nobody trains."""
 LR_GROUPS = ("table.*=0.5,*.bias=2", "blocks.0.*=0", "*.mlp.*=0.3,*.weight=1.7")
 
 
@@ -179,6 +181,8 @@ def case_of(seed: int) -> Case:
         options["gist"] = one_of(None, "lossless")
     options["hidden"] = one_of(None, None, tp * one_of(1, 2, 3, 7))
     options["window"] = one_of(None, None, LEAST_TOKENS, 3, 7)
+    if options["loss_scaling"] != "blocks" and not layout.is_stale:
+        options["freeze"] = one_of(None, None, None, *FREEZES)
     if "experts" not in options and one_of(False, True):
         options |= _llama(one_of, options)
     return Case(seed, layout, vocab, options)

@@ -586,6 +586,7 @@ def test_a_case_is_a_pure_function_of_its_seed_and_cases_differ():
     assert groups == {None, *cases.LR_GROUPS, cases.LR_GROUPS[0].replace("*.bias", "*.proj.*")}  # a llama has no bias
     assert {case.options.get("model") for case in drawn} == {None, "llama-tiny"}
     assert {case.options["window"] for case in drawn} >= {None, 2, 3, 7}
+    assert {case.options.get("freeze") for case in drawn} == {None, *cases.FREEZES}
     assert {letter for case in drawn for letter, _ in case.layout.counts} == {"v", "s"}
     assert any("0" in (case.options["stage_layers"] or "").split(",") for case in drawn)
     assert any(case.options["microbatches"] < case.layout.sizes.get("pp", 1) for case in drawn)
