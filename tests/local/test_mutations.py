@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
@@ -198,7 +198,18 @@ def found_by(mutation: Mutation, states: bool = True) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+OFTEN = 3
+"""One in so many cases runs always, the others where they are asked for (-m slow)."""
+
+
+def some(cases: Iterable[Any]) -> list[Any]:
+    """The cases, most of them marked."""
+    return [
+        case if number % OFTEN == 0 else pytest.param(case, marks=pytest.mark.slow) for number, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("mutation", some(MUTATIONS), ids=lambda mutation: mutation.name)
 def test_a_known_bug_is_found(mutation: Mutation) -> None:
     found = found_by(mutation, states=mutation.seen)
     assert mutation.by in found
@@ -224,7 +235,7 @@ def saves(mutation: Mutation) -> bool:
 SOUND = {repr((m.layout, sorted(m.options.items()))): m for m in MUTATIONS if saves(m)}
 
 
-@pytest.mark.parametrize("mutation", SOUND.values(), ids=[*SOUND])
+@pytest.mark.parametrize("mutation", some(SOUND.values()), ids=[*SOUND])
 def test_nobody_complains_without_the_bug(mutation: Mutation) -> None:
     layout = parse(mutation.layout)
     losses: list[float] = []
@@ -236,7 +247,7 @@ def test_nobody_complains_without_the_bug(mutation: Mutation) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "padded", "tied"])
-@pytest.mark.parametrize("layout", sorted({mutation.layout for mutation in MUTATIONS if not saves(mutation)}))
+@pytest.mark.parametrize("layout", some(sorted({mutation.layout for mutation in MUTATIONS if not saves(mutation)})))
 def test_without_a_bug_nobody_complains(layout: str, options: dict[str, Any]) -> None:
     ran = parse(layout)
     if "ulysses" in layout and options.get("kv_heads"):
@@ -287,7 +298,7 @@ def test_warm_ups_that_are_off_by_one_are_refused_or_change_nothing(ranks: int, 
     assert len(refused) < len(known)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40)))
 def test_no_false_alarm_over_random_configurations(seed: int) -> None:
     """The cases of `mpitrain verify --sweep`, under the check of states."""
     result = prove(case_of(seed), lambda case, layout: checked(lambda: train_case(case, layout)))
