@@ -1,13 +1,15 @@
 """The pages of docs/reference/api/, made of the docstrings of what a script may use.
 
-A page is a list of modules. Of each module its public classes and functions are told, in the order in which the module
-has them; `ONLY` says where a module has more than a script needs. What `mpitrain` itself offers must stand somewhere.
+A page is a list of modules, what is reached for most first. It begins with a table of its names. Of each module its
+public classes and functions are told, in the order in which the module has them; `ONLY` says where a module has more
+than a script needs. What `mpitrain` itself offers must stand somewhere.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -31,23 +33,23 @@ PAGES: dict[str, Page] = {
     ),
     "ops": Page(
         "Operations",
-        "Functions on tensors, `from mpitrain.autograd import ops`; most are methods of `Tensor`, too.",
+        "Functions on tensors, `from mpitrain.autograd import ops`; some are methods of `Tensor`, too.",
         ("autograd.ops",),
     ),
     "layers": Page(
         "Layers",
-        "Modules, parameters and the layers that never send.",
+        "The layers that never send, losses, initial values, modules and parameters.",
         (
-            "nn.module",
-            "nn.parameter",
-            "nn.containers",
-            "nn.tying",
             "nn.layers",
             "nn.norm",
             "nn.rotary",
             "nn.conv",
+            "nn.containers",
             "nn.loss",
             "nn.init",
+            "nn.module",
+            "nn.parameter",
+            "nn.tying",
         ),
     ),
     "parallel": Page(
@@ -68,28 +70,28 @@ PAGES: dict[str, Page] = {
         "Models",
         "Whole models on a mesh, and text from them.",
         (
-            "models.sizes",
-            "models.decoder",
             "models.gpt",
             "models.llama",
-            "models.families",
-            "models.cnn",
             "models.mlp",
+            "models.cnn",
             "models.generate",
             "models.sampling",
-            "models.cache",
             "weights",
+            "models.families",
+            "models.decoder",
+            "models.sizes",
+            "models.cache",
         ),
     ),
     "training": Page(
         "Training",
-        "Schedules, the executor, optimizers, and what sums gradients.",
+        "The executor, optimizers, schedules, and what sums gradients.",
         (
-            "pipeline.schedules",
-            "pipeline.passes",
-            "pipeline.partition",
             "pipeline.executor",
             "optim",
+            "pipeline.passes",
+            "pipeline.schedules",
+            "pipeline.partition",
             "parallel.data",
             "parallel.zero",
             "parallel.powersgd",
@@ -120,6 +122,8 @@ ONLY: dict[str, tuple[str, ...]] = {
     "debug.states": ("StateChecker",),
     "debug.compare": ("compare",),
     "autograd.tape": ("Tape",),
+    "nn.module": ("Module", "Boundary", "mark_recompute"),
+    "nn.parameter": ("Parameter",),
 }
 """Names of a module that are told, where it has others that a script does not need."""
 
@@ -139,8 +143,8 @@ def api_pages() -> dict[str, str]:
     homes = import_module("mpitrain")._HOMES
     places = {module: name for name, page in PAGES.items() for module in page.modules}
     for public, home in homes.items():
-        page = places.get(home) or next(name for module, name in places.items() if module.startswith(f"{home}."))
-        lines.append(f"| `{public}` | [{PAGES[page].title}]({page}.md) |")
+        place = places.get(home) or next(name for module, name in places.items() if module.startswith(f"{home}."))
+        lines.append(f"| `{public}` | [{PAGES[place].title}]({place}.md) |")
     texts["reference/api/README.md"] = "\n".join(lines) + "\n"
     return texts
 
@@ -167,17 +171,39 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def _page(page: Page) -> str:
-    lines = [GENERATED, f"# {page.title}", "", page.about, ""]
-    for short in page.modules:
-        try:
-            module = import_module(f"mpitrain.{short}")
-        except ModuleNotFoundError:
-            continue
+    modules = [import_module(f"mpitrain.{short}") for short in page.modules]
+    lines = [GENERATED, f"# {page.title}", "", page.about, "", *_names(page, modules), ""]
+    for short, module in zip(page.modules, modules, strict=True):
         text = inspect.getdoc(module) or ""
         lines += [f"## mpitrain.{short}", "", _escaped(" ".join(text.split("\n\n")[0].split())), ""]
         for name in public_names(module):
             lines += _entry(name, getattr(module, name))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _names(page: Page, modules: list[ModuleType]) -> Iterator[str]:
+    """The table at the top of a page: each name, and the first sentence that is said of it."""
+    yield "| name | what it is |"
+    yield "|---|---|"
+    seen = Counter([_anchor(page.title)])
+    for short, module in zip(page.modules, modules, strict=True):
+        seen[_anchor(f"mpitrain.{short}")] += 1
+        for name in public_names(module):
+            anchor = _anchor(name)
+            place = f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor
+            seen[anchor] += 1
+            yield f"| [`{name}`](#{place}) | {_first(inspect.getdoc(getattr(module, name)) or '')} |"
+
+
+def _anchor(heading: str) -> str:
+    """Where a link to a heading leads; a second heading of that kind has -1 behind it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _first(text: str) -> str:
+    """The first sentence of a docstring, for a cell of a table."""
+    sentence = re.split(r"(?<=[.?!])\s|:\n", " ".join(text.split("\n\n")[0].split(" ")), maxsplit=1)[0]
+    return _escaped(" ".join(sentence.split())).replace("`|`", "`\\|`")
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
@@ -246,6 +272,8 @@ def _prose(text: str) -> Iterator[str]:
     for line in text.split("\n"):
         found = _SECTION.match(line)
         if found:
+            if in_block:
+                yield "```"
             section, in_block = found[1], False
             yield ""
             yield f"*{section}:* {_escaped(found[2])}".rstrip()

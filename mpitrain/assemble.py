@@ -116,7 +116,7 @@ def sizes_of(config: Config, vocab: int) -> DecoderConfig:
         vocab: words of the text; the model has as many, or more if it is told so.
 
     Raises:
-        ConfigError: it is told to have fewer.
+        ConfigError: it is told to have fewer, or the ranks of tp do not divide the hidden units of an MLP.
     """
     if config.vocab is not None and config.vocab < vocab:
         raise ConfigError(f"--vocab {config.vocab}: the text has {vocab:,} words, and the model needs a row for each.")
@@ -135,12 +135,19 @@ def sizes_of(config: Config, vocab: int) -> DecoderConfig:
     if config.norm_eps is not None:
         numbers["eps"] = config.norm_eps
     if config.family == "gpt":
-        return GPTConfig(**numbers, gelu=config.gelu, routing=config.routing)
+        numbers |= {"gelu": config.gelu, "routing": config.routing}
     if config.rope_theta is not None:
         numbers["rope_theta"] = config.rope_theta
     if config.rope_scaling is not None:
         numbers["rope_scaling"] = Scaling(**rope_scaling(config.rope_scaling))
-    return LlamaConfig(**numbers)
+    sizes = GPTConfig(**numbers) if config.family == "gpt" else LlamaConfig(**numbers)
+    if sizes.units % config.tp:
+        near = max(config.tp, round(sizes.units / config.tp) * config.tp)
+        raise ConfigError(
+            f"--hidden {sizes.units} is not divisible by --tp {config.tp}: every rank holds as many hidden units of an"
+            f" MLP.  Try --hidden {near}."
+        )
+    return sizes
 
 
 def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> Decoder:

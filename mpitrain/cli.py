@@ -24,12 +24,14 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TextIO
 
 from mpitrain.comm.launcher import is_first
 from mpitrain.errors import ConfigError, UserError
 
 PATIENCE = 3.0  # seconds
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells have it
+UNREAD = 141  # 128 + SIGPIPE
 OF_RANKS = ("train", "generate")
 """Commands that run on as many ranks as they are started with."""
 
@@ -43,12 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; a mistake of the user becomes one message and its exit code, 2 for most.
 
+    Where nobody reads the output any more the code is 141, as shells have it, and where it was closed from the start.
+    An output that cannot be written for another reason, a full disk say, is one message, too.
+
     Under MPI with more than one rank the guard of `comm.guard` owns the end of the process, so the error goes on to it.
     Before MPI has started all ranks make the same mistake, and each knows from its launcher whether it is the one that
     speaks.  The others wait for it: a launcher that saw one of them end first would kill it before it has spoken.
     """
+    if sys.stdout is None:
+        sys.stdout = _read_by_nobody()
     try:
-        return command()
+        return _to_the_end(command)
     except UserError as error:
         if _has_guard() or _is_local_rank():
             raise
@@ -62,6 +69,21 @@ def guarded(command: Callable[[], int]) -> int:
             raise
         print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED_CODE
+
+
+def _to_the_end(command: Callable[[], int]) -> int:
+    """Run a command until all that it has printed is written; its code, or that of an output that nobody reads."""
+    try:
+        code = command()
+        if not sys.stdout.closed:
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        if isinstance(error, BrokenPipeError):
+            return UNREAD
+        raise ConfigError(f"the output cannot be written: {error.strerror}.") from None
 
 
 def folded(text: str) -> str:
@@ -180,6 +202,36 @@ def _around(folder: str | None, words: Sequence[str]) -> Callable[[], AbstractCo
     from mpitrain.debug.recorder import record
 
     return lambda: record(world(), folder, words=words)
+
+
+def _read_by_nobody() -> TextIO:
+    """In the place of an output that whoever started this has closed: one whose reader has gone.
+
+    Where its number is free it gets it, or the next file that is opened would, and be written to as an output.
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        os.fstat(1)
+    except OSError:
+        os.dup2(writer, 1)
+        os.close(writer)
+        writer = 1
+    return open(writer, "w", encoding="utf-8")
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether an error is one of standard output; then what is still to be flushed at the end goes nowhere."""
+    if error.filename is not None or sys.stdout.closed:
+        return False
+    try:
+        sys.stdout.flush()
+        sys.stdout.write("\n")  # of a text that is longer than the buffer nothing is kept for another try
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _has_guard() -> bool:

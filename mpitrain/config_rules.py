@@ -26,15 +26,14 @@ def check_settings(config: Config) -> None:
     """Refuse settings that are allowed one by one and do not go together."""
     width, heads, batch, microbatches = config.width, config.heads, config.batch, config.microbatches
     if width % heads:
-        near = max(heads, round(width / heads) * heads)
         raise ConfigError(
             f"--width {width} is not divisible by --heads {heads}: all heads must have the same size.  "
-            f"Try --width {near}."
+            f"Try --width {_near_width(config)}{_or_kv_heads(config)}."
         )
     if config.kv_heads is not None and heads % config.kv_heads:
         raise ConfigError(
             f"--heads {heads} is not divisible by --kv-heads {config.kv_heads}: every head of keys and values serves "
-            "as many heads of queries."
+            f"as many heads of queries.  Try --kv-heads {_near_kv_heads(heads, config.kv_heads)}."
         )
     _check_family(config)
     if batch % microbatches:
@@ -93,6 +92,24 @@ def check_settings(config: Config) -> None:
         raise ConfigError("--async-save is for --save-every N: a run that stops waits for its last checkpoint anyway.")
 
 
+def _near_width(config: Config) -> int:
+    """The nearest width that heads divide evenly; those of a llama have an even number of elements."""
+    unit = config.heads * (2 if config.family == "llama" else 1)
+    return max(unit, round(config.width / unit) * unit)
+
+
+def _or_kv_heads(config: Config) -> str:
+    """What else must change for as many heads, if anything must."""
+    if config.kv_heads is None or config.heads % config.kv_heads == 0:
+        return ""
+    return f" --kv-heads {_near_kv_heads(config.heads, config.kv_heads)}"
+
+
+def _near_kv_heads(heads: int, asked: int) -> int:
+    """The most heads of keys and values, not more than asked for, that divide the heads."""
+    return next(number for number in range(min(heads, asked), 0, -1) if heads % number == 0)
+
+
 OF_LLAMA = ("rope_theta", "rope_scaling")
 """Options of rotary positions."""
 
@@ -110,7 +127,7 @@ def _check_family(config: Config) -> None:
         if config.width // config.heads % 2:
             raise ConfigError(
                 f"--width {config.width} in --heads {config.heads}: rotary positions turn pairs of elements, so each"
-                " head needs an even number of them."
+                f" head needs an even number of them.  Try --width {_near_width(config)}."
             )
         if config.rope_scaling is not None:
             rope_scaling(config.rope_scaling)
@@ -439,7 +456,7 @@ def frozen(config: Config) -> tuple[str, ...]:
     """The patterns of `--freeze`, as `Module.freeze` takes them.
 
     Raises:
-        ConfigError: one is empty, or scales of branches would have no gradient to go by.
+        ConfigError: one is empty or means a head that is not there, or scales of branches would lack a gradient.
     """
     if config.freeze is None:
         return ()
@@ -448,6 +465,12 @@ def frozen(config: Config) -> tuple[str, ...]:
         raise ConfigError(
             f"--freeze {show(config.freeze)}: an empty pattern; give names of parameters or parts with commas between,"
             " as table,blocks.0,*.bias, or '*,!head' for all but the head."
+        )
+    of_head = [pattern for pattern in patterns if pattern.removeprefix("!").split(".")[0] == "head"]
+    if config.tied and of_head:
+        raise ConfigError(
+            f"--freeze {show(config.freeze)}: {show(of_head[0])} means no weight here, for with --tied the head is the"
+            " token table.\nSay table, or give --untied."
         )
     if config.scaling == "blocks":
         raise ConfigError(

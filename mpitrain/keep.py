@@ -32,7 +32,7 @@ from mpitrain.parallel.powersgd import Q as POWERSGD_Q
 from mpitrain.parallel.stale import KIND as PENDING
 from mpitrain.pipeline.executor import Executor
 from mpitrain.routing import usual_router
-from mpitrain.weights import IMPORTED, fill, settings_in, tokenizer_of
+from mpitrain.weights import BROUGHT, IMPORTED, fill, said_besides, settings_in, tokenizer_of
 
 SCALING = ("loss_scaling", "loss_scale")
 """Settings with which a resumed run begins its scales anew."""
@@ -161,6 +161,7 @@ class Keeper:
         self.optimizer, self.executor = optimizer, executor
         self.seen = 0
         self.seconds = 0.0
+        self._brought: dict[str, Any] = {}  # what another tool said of the weights that the run began with
         self._say = say
         self._saving: checkpoint.Saving | None = None
         self._snapshot: checkpoint.Snapshot | None = None
@@ -233,6 +234,8 @@ class Keeper:
         }
         if self.executor.scaler is not None:
             scalars["scaler"] = self.executor.scaler.state_dict()
+        if self._brought:
+            scalars[BROUGHT] = self._brought
         return scalars
 
     def _words(self) -> dict[str, str]:
@@ -249,6 +252,7 @@ class Keeper:
         """
         fill(self.model, origin, self.mesh.world)
         self.executor.reducer.updated()
+        self._brought = said_besides(origin)
         self._say(f"begin with the weights of {origin}\n")
 
     def resume(self, found: Sequence[Path], steps: int) -> int:
@@ -309,6 +313,8 @@ class Keeper:
             told[f"moments of all workers but the first are lost: --reducer {self.config.reducer} has one set"] = None
         self._resume_scaler(found, saved)
         self.seen = saved["tokens"]
+        brought = saved.get(BROUGHT)
+        self._brought = brought if isinstance(brought, dict) else {}
         if saved["step"] > steps:
             raise CheckpointError(
                 f"{found} has {saved['step']} steps behind it, but --steps is {steps}.  Ask for more steps than that."

@@ -15,6 +15,7 @@ from mpitrain.config_rules import ASYNCHRONOUS
 from mpitrain.data.packing import PackedTokens
 from mpitrain.data.tokens import Tokens
 from mpitrain.faults import plan
+from mpitrain.metrics.sinks import files
 from mpitrain.models.decoder import Decoder
 from mpitrain.offloading import describe
 from mpitrain.optim.scaler import power
@@ -41,7 +42,7 @@ def facts(config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Pa
         (
             "model",
             f"{config.model}: {config.layers} layers, width {config.width}, {_heads(config)}, {_hidden(config, model)}"
-            f"{config.seq_len} tokens{_window(config)}, {'tied' if config.tied else 'untied'} head",
+            f"{config.seq_len} tokens{_window(config)}{_scaling(config)}, {'tied' if config.tied else 'untied'} head",
         ),
         ("parameters", f"{_parameters(model)} in {config.dtype}, {_tensors(mesh, model)}"),
         *([("frozen", _frozen(config, mesh, model))] if config.freeze is not None else []),
@@ -73,6 +74,7 @@ def facts(config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Pa
         ("corpus", str(corpus)),
         *([("packed", str(tokens))] if isinstance(tokens, PackedTokens) else []),
         *([("tokenizer", f"{config.tokenizer}: {corpus.tokenizer}")] if corpus.tokenizer is not None else []),
+        *([("metrics", ", ".join(("metrics.jsonl", *files(config.sinks))))] if config.sinks else []),
         ("run", str(folder)),
     ]
 
@@ -218,6 +220,11 @@ def _hidden(config: Config, model: Decoder) -> str:
 
 def _window(config: Config) -> str:
     return "" if config.window is None else f", each of which sees {config.window}"
+
+
+def _scaling(config: Config) -> str:
+    """How rotary positions are stretched."""
+    return "" if config.rope_scaling is None else f", positions scaled {config.rope_scaling}"
 
 
 def _cuts(config: Config, mesh: Mesh) -> list[str]:

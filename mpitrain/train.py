@@ -54,7 +54,7 @@ from mpitrain.keep import Keeper, settings_of
 from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
 from mpitrain.memory_table import table as memory_table
 from mpitrain.metrics import read_metrics
-from mpitrain.metrics.sinks import Sinks, check_libraries
+from mpitrain.metrics.sinks import Sinks, check_libraries, files
 from mpitrain.models.decoder import Decoder
 from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer
@@ -73,6 +73,7 @@ from mpitrain.tokenizing.start import save_copy, tokenizer_of
 from mpitrain.trace.facts import facts_of
 from mpitrain.weights import check_fit
 from mpitrain.weights import find as find_weights
+from mpitrain.weights import tokenizer_of as tokenizer_beside
 
 TRIAL_STEPS = 10
 TRIAL_WARM_UP = 2  # of them, whose times do not count
@@ -188,7 +189,8 @@ class Training:
         self.terminal = Terminal.of_launcher(sys.stdout)
         self.folder = place(run_folder(config, self.world))
         together(self.world, lambda: check_libraries(config.sinks), here=self.reports)
-        self.tokenizer = tokenizer_of(config, self.world, found)
+        beside = None if origin is None else tokenizer_beside(origin)
+        self.tokenizer = tokenizer_of(config, self.world, found, beside)
         self.corpus: Corpus = read_corpus(config, self.world, self.tokenizer, self._say)
         self.tokens = (PackedTokens if config.pack else Tokens)(self.corpus, config.seq_len, config.seed)
         self.model: Decoder = build_model(config, self.corpus, mesh)
@@ -426,6 +428,8 @@ class Training:
         curve = self.folder / "loss.svg"
         together(self.world, lambda: self._draw_curve(curve), here=self.reports)
         self._say(f"curve {curve}")
+        for name in files(self.config.sinks):
+            self._say(f"metrics {self.folder}/{name}")
         if self.corpus.tokenizer is not None and self._val_loss is not None:
             bits = self.corpus.bits_per_byte(self._val_loss, val=True)
             self._say(f"validation loss {self._val_loss:.4f} nats a token, {bits or math.nan:.4f} bits a byte")

@@ -36,6 +36,8 @@ WEIGHT = "weight/"
 TABLE = f"{WEIGHT}table.weight"
 IMPORTED = "imported"
 """The scalar of a checkpoint that another tool's weights became: what that tool said besides."""
+BROUGHT = "brought"
+"""The same in the checkpoints of a run that began with such weights."""
 
 
 def of_model() -> list[str]:
@@ -73,6 +75,16 @@ def tokenizer_of(source: Source) -> Path | None:
     run = run_of(source)
     path = None if run is None else run / tokenizer_file.NAME
     return path if path is not None and path.is_file() and not path.is_symlink() else None
+
+
+def said_besides(source: Source) -> dict[str, Any]:
+    """What another tool said of weights that were brought from it, as the words that begin and end a text.
+
+    A run that began with them says it as well; of weights that were made here nobody said anything.
+    """
+    scalars = source.manifest.scalars
+    said = scalars.get(IMPORTED, scalars.get(BROUGHT))
+    return dict(said) if isinstance(said, dict) else {}
 
 
 def settings_in(source: Source) -> dict[str, Any]:

@@ -138,4 +138,23 @@ def ranks_that_wait_hear_of_the_end(world: World) -> None:
     assert len(count) == (7 if here else 0)
 
 
-CHECKS: list[Callable[[World], None]] = [every_layout_writes_as_one_rank, ranks_that_wait_hear_of_the_end]
+def all_ranks_hear_that_a_reader_has_gone(world: World) -> None:
+    mesh = Mesh(world, dp=world.size)
+    model = model_of("gpt", mesh)
+    here, count, asked = writes(model, mesh), [], []
+
+    def unread() -> bool:
+        asked.append(1)
+        return world.rank == world.size - 1 and len(asked) >= 5
+
+    for _ in in_turns(write(model, PROMPTS[:1], 200, SAMPLING), 200, mesh, here, 1e-9, unread=unread):
+        count.append(1)
+    assert len(asked) == 5
+    assert len(count) == (5 if here else 0)
+
+
+CHECKS: list[Callable[[World], None]] = [
+    every_layout_writes_as_one_rank,
+    ranks_that_wait_hear_of_the_end,
+    all_ranks_hear_that_a_reader_has_gone,
+]

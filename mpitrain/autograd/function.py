@@ -24,6 +24,7 @@ import numpy as np
 from mpitrain import kernels
 from mpitrain.autograd.needs import Need
 from mpitrain.autograd.node import Node
+from mpitrain.autograd.returned import check_made, check_takes_wanted
 from mpitrain.autograd.tape import PATH, TAPE
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, is_half
@@ -37,11 +38,13 @@ class Function:
 
         forward(*arrays, **static) -> (y, saved)
             arrays: the inputs' arrays (constants as given); static: keyword arguments that are no tensors.
-            y: an array, or a tuple of arrays; saved: a tuple of arrays (or None) for backward.
+            y: an array, or a tuple of arrays; saved: a tuple of what backward needs, () where it is nothing.
         backward(grad, *saved, wanted, **static) -> gradients
             grad: the gradient of y (a tuple if y was one, None for outputs that nobody used);
             wanted: one bool an input; returns one gradient an input with exactly its shape and dtype, None where it is
             not wanted.  A gradient may be `Lazy` (see `mpitrain.autograd.lazy`): a product that is not computed yet.
+
+    One that takes or returns something else is refused with a ConfigError that names it.
 
     Class attributes:
         linear: indexes of the inputs in which the operation is (jointly) linear; summands of a value across ranks may
@@ -81,6 +84,8 @@ class Function:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         name = cls.__name__
+        if "backward" in vars(cls):
+            check_takes_wanted(name, vars(cls)["backward"])
         cls._title = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
     @classmethod
@@ -113,7 +118,14 @@ class Function:
         if listeners:
             info = {"path": PATH.get(), "function": cls, "inputs": arrays, "tensors": inputs, "static": static}
             tell(listeners, Event("op", "begin", cls.title(), info))
-        y, saved = cls.forward(*arrays, **static)
+        made = cls.forward(*arrays, **static)
+        try:
+            y, saved = made
+        except (TypeError, ValueError):
+            check_made(cls.__name__, made)
+            raise
+        if type(saved) is not tuple:
+            check_made(cls.__name__, made)
         many = type(y) is tuple
         outputs = tuple([Tensor(array) for array in y]) if many else (Tensor(y),)
         if recorded:

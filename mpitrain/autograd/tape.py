@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.autograd.lazy import Lazy, added
 from mpitrain.autograd.node import CONSTANT, Node, SavePolicy, Visit
+from mpitrain.autograd.returned import check_gradients
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, is_half
+from mpitrain.backend import Array, array_module, is_half
 from mpitrain.errors import GraphError
 from mpitrain.events import OP_LISTENERS, Event, tell
 
@@ -42,7 +43,10 @@ PATH: ContextVar[str] = ContextVar("mpitrain.path", default="")
 """Where in the model the rank is just now (`blocks.3.mlp.down`); modules set it, nodes and events carry it."""
 
 Gradient = Any  # an array, or Lazy
-Seed = tuple["Tensor | Slot", Array]
+Seed = tuple["Tensor | Slot", Array | float]
+
+SEEDS = "Give a list of pairs: tape.run_backward([(y, gradient)]), each gradient an array of the shape of its y"
+"""How a walk back begins, for whoever began it otherwise."""
 
 
 class Slot(NamedTuple):
@@ -272,15 +276,17 @@ class Tape:
 
         Args:
             seeds: (tensor, gradient of the objective with respect to it), for outputs or any other value on the tape;
-                the tensor's `slot` serves as well.
+                the tensor's `slot` serves as well.  A gradient is an array of the tensor's shape; of a tensor that is
+                one number without dims a number.
 
         Yields:
             After each node the parameters whose gradient is now final (often none): those that were first used in
             it.  Exhaust the generator (`run_backward` does) or the walk is not done.
 
         Raises:
-            GraphError: a seed is not on this tape or has another shape; the tape was walked before; a parameter's
-                array was written between forward and backward.
+            GraphError: a seed is no such pair, is not on this tape or has another shape; the tape was walked before;
+                a parameter's array was written between forward and backward.
+            ConfigError: the backward of an operation returned something else than one gradient an input.
         """
         self._begin(seeds, "backward")
         yield from self._walk(deferring=False)
@@ -321,16 +327,33 @@ class Tape:
     def _begin(self, seeds: Sequence[Seed], walk: str) -> None:
         if self._walked:
             raise GraphError("this tape was walked already; a tape is walked once, record the forward pass again")
+        given = list(self._checked(seeds))
+        self._check_weights()
         self._walked = walk
         self._packed.clear()  # nodes alone hold what waits from here on, so it goes with them
-        self._check_weights()
-        for t, grad in seeds:
+        for slot, grad in given:
+            self._accumulate(slot, grad)
+
+    def _checked(self, seeds: Any) -> Iterator[tuple[int, Gradient]]:
+        """The seeds by their slots; nothing was walked if one is refused."""
+        if isinstance(seeds, (Tensor, Slot)):
+            raise GraphError(f"a {type(seeds).__name__} is no list of seeds.\n{SEEDS}")
+        for seed in seeds:
+            is_pair = isinstance(seed, (tuple, list)) and len(seed) == 2 and isinstance(seed[0], (Tensor, Slot))
+            if not is_pair:
+                raise GraphError(f"a {type(seed).__name__} is no seed, which is (tensor, gradient).\n{SEEDS}")
+            t, grad = seed
             slot = t if isinstance(t, Slot) else self.slot(t)
             if slot is None:
                 raise GraphError(f"a seed of shape {t.shape} is not on this tape: nothing that was recorded made it")
+            if isinstance(grad, (int, float)) and isinstance(t, Tensor) and not hasattr(grad, "shape") and not t.shape:
+                grad = array_module(t.data).asarray(grad, t.dtype)
+            if isinstance(grad, Tensor) or not hasattr(grad, "shape"):
+                what = f"the gradient of a tensor of shape {t.shape} is a {type(grad).__name__}, which is no array"
+                raise GraphError(f"{what}.\n{SEEDS}")
             if tuple(grad.shape) != t.shape:
                 raise GraphError(f"the seed of a tensor of shape {t.shape} has shape {tuple(grad.shape)}")
-            self._accumulate(slot.number, grad)
+            yield slot.number, grad
 
     def _check_weights(self) -> None:
         """Refuse weights that were written; a parameter may have another array by now, which is not this tape's."""
@@ -397,7 +420,9 @@ class Tape:
             tell(listeners, Event("op", "end", name, {**info, "grads": grads}))
         else:
             grads = node.function.backward(grad, *saved, wanted=wanted, **node.static)
-        for slot, g, want in zip(node.inputs, grads, wanted, strict=True):
+        if type(grads) is not tuple or len(grads) != len(wanted):
+            check_gradients(node.function.__name__, grads, len(wanted))
+        for slot, g, want in zip(node.inputs, grads, wanted):  # noqa: B905 - strict takes 0.5 us
             if want and g is not None:
                 self._accumulate(slot, g)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpitrain.backend import Array, array_module, to_host
-from mpitrain.errors import ShapeError
+from mpitrain.errors import GraphError, ShapeError
 
 if TYPE_CHECKING:
     from mpitrain.autograd.tape import Tape
@@ -63,8 +63,25 @@ class Tensor:
         return self.data.size
 
     def item(self) -> float:
-        """The one element as a Python number (waits for the device where it lives on one)."""
+        """The one element as a Python number (waits for the device where it lives on one).
+
+        Raises:
+            ShapeError: it has several elements, or none.
+        """
+        if self.size != 1:
+            raise ShapeError(f"a tensor of shape {self.shape} is not one number: take its .tolist(), or .numpy()")
         return self.data.item()
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """There is none: a tape walks back.
+
+        Raises:
+            GraphError: ever; it says how.
+        """
+        raise GraphError(
+            "a tensor does not go backward: what happened stands on a tape, which walks it.\n"
+            "Record with Tape() as tape, then tape.run_backward([(y, gradient)]); of a loss: [(loss, 1.0)]"
+        )
 
     def detach(self) -> Tensor:
         """The same array as a leaf without gradient."""

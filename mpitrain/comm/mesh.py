@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from typing import TYPE_CHECKING, NoReturn
 
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.world import World
@@ -88,6 +89,17 @@ class Mesh:
         if axes not in self._merged:
             self._merged[axes] = self.world.group(self._members(axes), _name(axes))
         return self._merged[axes]
+
+    if not TYPE_CHECKING:  # for type checkers a name that does not exist stays one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in ("name", "rank", "ranks", "size") or hasattr(Communicator, name):
+                raise MeshError(
+                    f"a Mesh stands where one of its axes belongs: it has no {name} of its own.\n"
+                    "Give a layer the axis that it works over, as mesh.tp (there are pp dp edp ep cp tp), and ask"
+                    f" mesh.tp.{name}, or mesh.world.{name} of all ranks."
+                )
+            raise AttributeError(f"'Mesh' object has no attribute {name!r}")
 
     @property
     def scratch(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.autograd.ops import IGNORE
 from mpitrain.backend import Array, array_module, to_device
 from mpitrain.data.order import Order
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,29 @@ class Images:
         labels: integers (n,), their classes.
         test_images, test_labels: likewise, to test with.
         seed: the run's seed; decides the order.
+
+    Raises:
+        ShapeError: images are not (n, h, w, c), as many as labels, or those to test with of another size.
     """
 
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, test_images: np.ndarray, test_labels: np.ndarray, seed: int = 0
     ) -> None:
-        assert images.ndim == 4, images.shape
-        assert len(images) == len(labels) > 0, (images.shape, labels.shape)
-        assert test_images.shape == (len(test_labels), *images.shape[1:]), (test_images.shape, test_labels.shape)
+        for name, some, classes in (("images", images, labels), ("test_images", test_images, test_labels)):
+            if some.ndim != 4:
+                raise ShapeError(
+                    f"{name} of shape {some.shape}: wanted are images (n, h, w, c), number, height, width, channels.\n"
+                    "Gray ones have c = 1; rows of d numbers are images (n, 1, 1, d): reshape(-1, 1, 1, d)"
+                )
+            if classes.shape != (len(some),):
+                raise ShapeError(f"{len(some)} {name} with labels of shape {classes.shape}: one number an image, (n,)")
+        if not len(images):
+            raise ShapeError("no images to learn from: images (n, h, w, c) has n = 0")
+        if images.shape[1:] != test_images.shape[1:]:
+            raise ShapeError(
+                f"images of shape {images.shape} and test_images of shape {test_images.shape}: height, width and"
+                " channels must be the same"
+            )
         self.images, self.labels = images, labels
         self.test_images, self.test_labels = test_images, test_labels
         self.seed = seed

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpitrain.backend import DTYPES
 from mpitrain.checkpoint.tools.source import Source
-from mpitrain.comm.launcher import is_first
+from mpitrain.comm.launcher import announced, is_first
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World, world
@@ -33,7 +33,7 @@ from mpitrain.models.sampling import Sampling
 from mpitrain.models.sizes import DecoderConfig
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
 from mpitrain.parallel.replicas import agree_on_arithmetic
-from mpitrain.weights import IMPORTED, find, model_in, run_of
+from mpitrain.weights import find, model_in, run_of, said_besides
 
 UNREAD = 128 + signal.SIGPIPE  # exit code, as shells have it
 
@@ -116,7 +116,8 @@ def main(argv: Sequence[str]) -> int:
         0; 141 if whoever read the output is gone (`| head`).
 
     Raises:
-        UserError: the command line, the checkpoint, the prompt or the layout is wrong; the same on all ranks.
+        UserError: the command line, the checkpoint, the prompt or the layout is wrong; the same on all ranks.  Or the
+            output cannot be written; on the rank that writes it.
     """
     words = list(argv)
     if "--help" in words or "-h" in words or not words:
@@ -165,21 +166,28 @@ def _generate(path: str, given: Mapping[str, Any]) -> int:
     longest = min(sizes.seq_len, sizes.window or sizes.seq_len, max(map(len, prompts)) + given["length"])
     model = load(source, config, sizes, mesh, kept=len(prompts) * longest)
     written = Texts(texts, () if given["past_end"] else _ends(source, words))
-    printer = Printer(sys.stdout, sys.stderr, written, words, given["json"]) if mesh.is_reporter else None
+    launched = announced(os.environ) is not None and ranks.kind != "local"
+    printer = Printer(sys.stdout, sys.stderr, written, words, given["json"], launched) if mesh.is_reporter else None
     if printer is not None:
         for note in Source.of(path).notes:  # of newer checkpoints of the run
             printer.say(f"passed over: {note}")
     tokens = write(model, prompts, given["length"], sampling, given["slide"])
-    for chosen in in_turns(tokens, given["length"], mesh, writes(model, mesh), given["timeout"], lambda: written.over):
+    length, here, timeout = given["length"], writes(model, mesh), given["timeout"]
+    unread = (lambda: False) if printer is None else (lambda: printer.unread)
+    for chosen in in_turns(tokens, length, mesh, here, timeout, lambda: written.over, unread):
         written.add(chosen)
         if printer is not None:
             printer.add()
-            if printer.unread and ranks.size == 1:
+            if printer.unread and ranks.size == 1:  # no other one has to hear of it
                 break
     if printer is None:
         return 0
     printer.finish(_facts(source, config, sizes, mesh, sampling))
-    return _unread() if printer.unread else 0
+    if printer.unread:
+        _drop_output()
+    if printer.wrong is not None:
+        raise ConfigError(f"the output cannot be written: {printer.wrong.strerror}.")
+    return UNREAD if printer.unread else 0
 
 
 def _prompts(
@@ -206,8 +214,7 @@ def _prompts(
 
 def _ends(source: Source, words: Words) -> list[int]:
     """The words that end a text: as the settings say that a model was brought with, else the tokenizer's own."""
-    imported = source.manifest.scalars.get(IMPORTED)
-    found = imported.get("eos_token_id") if isinstance(imported, dict) else None
+    found = said_besides(source).get("eos_token_id")
     if isinstance(found, list):
         return [word for word in found if type(word) is int]
     if type(found) is int:
@@ -228,7 +235,6 @@ def _facts(source: Source, config: Config, sizes: DecoderConfig, mesh: Mesh, sam
     }
 
 
-def _unread() -> int:
-    """Nobody reads what is printed: what is still to be flushed at the end goes nowhere."""
+def _drop_output() -> None:
+    """What is still to be flushed at the end goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return UNREAD

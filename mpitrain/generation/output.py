@@ -11,6 +11,8 @@ import numpy as np
 
 from mpitrain.data.tokenizer import Words
 
+PAUSE = 0.1  # seconds in which a launcher hands on what was printed
+
 
 class Texts:
     """The texts that are written, each until the word that ends it.
@@ -51,20 +53,26 @@ class Printer:
         texts: the texts.
         words: how they are written.
         as_json: print nothing before `finish`.
+        launched: whether a launcher hands on what is printed, and what goes to `err` by a way of its own.
 
     Attributes:
-        unread: whether nobody reads `out` any more.
+        unread: whether nobody reads `out` any more, or it cannot be written.
+        wrong: why it cannot be written; None: it can, or nobody reads it.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, texts: Texts, words: Words, as_json: bool) -> None:
+    def __init__(
+        self, out: TextIO, err: TextIO, texts: Texts, words: Words, as_json: bool, launched: bool = False
+    ) -> None:
         self._out, self._err, self._texts, self._words = out, err, texts, words
         self._live = not as_json and len(texts.prompts) == 1
         self._as_json = as_json
+        self._launched = launched
         self._stream = words.stream()
         self._told = 0
         self._began = time.perf_counter()
         self._first: float | None = None
         self.unread = False
+        self.wrong: OSError | None = None
         if self._live:
             self._put(texts.prompts[0])
 
@@ -95,6 +103,10 @@ class Printer:
             for number, prompt in enumerate(texts.prompts):
                 text = prompt + self._decoded(number)
                 self._put(f"--- {number + 1} of {len(texts.prompts)} ---\n{text}\n")
+        if self._launched:
+            time.sleep(PAUSE)  # or the line could overtake the end of the text
+        if self.wrong is not None:
+            return
         rest = max(seconds - first, 1e-9)
         later = count - sum(map(bool, texts.written))
         speed = f", then {later / rest:,.0f} a second" if later else ""
@@ -133,6 +145,8 @@ class Printer:
             self._out.flush()
         except BrokenPipeError:
             self.unread = True
+        except OSError as error:
+            self.unread, self.wrong = True, error
 
 
 def _plain(text: str) -> str:

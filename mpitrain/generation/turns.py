@@ -19,6 +19,7 @@ from mpitrain.recording.outside import heard
 T = TypeVar("T")
 
 SHARE = 0.1  # of the longest that a message may wait: for about so long ranks that only wait hear nothing
+LONGEST = 2.0  # seconds for which they do, and after which all hear that nobody reads any more
 
 
 def writes(model: Decoder, mesh: Mesh) -> bool:
@@ -28,7 +29,13 @@ def writes(model: Decoder, mesh: Mesh) -> bool:
 
 
 def in_turns(
-    tokens: Iterator[T], length: int, mesh: Mesh, here: bool, timeout: float, over: Callable[[], bool] = lambda: False
+    tokens: Iterator[T],
+    length: int,
+    mesh: Mesh,
+    here: bool,
+    timeout: float,
+    over: Callable[[], bool] = lambda: False,
+    unread: Callable[[], bool] = lambda: False,
 ) -> Iterator[T]:
     """What some ranks write, as they write it; nothing on ranks that wait.
 
@@ -40,6 +47,7 @@ def in_turns(
         here: whether this rank writes.
         timeout: seconds that a message may wait.
         over: whether no more are wanted, the same on all ranks that write; asked after each token.
+        unread: whether this rank wants no more; asked when all ranks meet, and then all of them end.
     """
     done, size, ends = 0, 1, False
     while done < length and not ends:
@@ -50,7 +58,9 @@ def in_turns(
                 break
         took = time.perf_counter() - began
         took = heard("seconds of writing", partial(float, took))
-        found = mesh.world.exchange([took, here and over()])
+        gone = heard("whether a reader has gone", lambda: bool(unread()))
+        found = mesh.world.exchange([took, gone or (here and over())])
         slowest, ends = max(each for each, _ in found), any(each for _, each in found)
         done += size
-        size = min(length - done, max(1, int(size * SHARE * timeout / max(slowest, 1e-9))))
+        share = min(SHARE * timeout, LONGEST)
+        size = min(length - done, max(1, int(size * share / max(slowest, 1e-9))))

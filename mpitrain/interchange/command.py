@@ -60,6 +60,8 @@ def _import(paths: list[str], given: Given) -> int:
         print(f"left out, since no weights: {wording.some(found.left_out, 2)}")
     if found.tokenizer is None:
         print(f"no tokenizer: {found.no_tokenizer}")
+    else:
+        print("tokenizer.json goes along")
     return SAME
 
 

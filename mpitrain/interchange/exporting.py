@@ -2,6 +2,7 @@
 
     OUT/config.json              the settings of the model
     OUT/model.safetensors        the weights; or model-00001-of-00003.safetensors, ... and an index
+    OUT/generation_config.json   the words that begin and end a text, if anybody said which
     OUT/tokenizer.json           that of the run, if it has one, and tokenizer_config.json, which says how to load it
 
 The library writes a file from the memory of its tensors.  That memory is a file, too, mapped and without a name, so
@@ -27,7 +28,7 @@ from mpitrain.checkpoint.saving import some
 from mpitrain.checkpoint.tools.resharding import drafted
 from mpitrain.checkpoint.tools.source import Source
 from mpitrain.data import tokenizer_file
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, DataError
 from mpitrain.interchange import names, settings
 from mpitrain.interchange.header import read_small
 from mpitrain.interchange.library import safetensors
@@ -36,7 +37,7 @@ from mpitrain.interchange.pairs import Pair
 from mpitrain.interchange.weights import INDEX, ONE_FILE
 from mpitrain.models.sizes import DecoderConfig
 from mpitrain.options import show
-from mpitrain.weights import IMPORTED, WEIGHT, misfits, model_in, tokenizer_of
+from mpitrain.weights import WEIGHT, misfits, model_in, said_besides, tokenizer_of
 
 
 class Piece(NamedTuple):
@@ -56,7 +57,8 @@ class Export(NamedTuple):
         dtype: of the files.
         shards: the tensors of each file.
         tokenizer: its text; None: there is none.
-        said: what the settings of another tool said, from which it was imported.
+        said: what another tool said of the weights, as its `model_type`, and which tokens begin and end a text.
+        words: the special words of the tokenizer, by their names in tokenizer_config.json.
     """
 
     source: Source
@@ -65,6 +67,7 @@ class Export(NamedTuple):
     shards: list[list[Piece]]
     tokenizer: bytes | None
     said: Mapping[str, Any]
+    words: Mapping[str, str]
 
     @property
     def width(self) -> int:
@@ -96,11 +99,20 @@ def looked_into(text: str, dtype: str | None, shard_size: int) -> Export:
         raise CheckpointError(f"{show(source)}: {error}") from None
     _check(source, pairs)
     dtype = config.dtype if dtype is None else dtype
-    said = source.manifest.scalars.get(IMPORTED)
     beside = tokenizer_of(source)
     tokenizer = None if beside is None else read_small(beside, tokenizer_file.LARGEST_FILE)
     shards = _dealt(pairs, np.dtype(dtype_of(dtype)).itemsize, shard_size)
-    return Export(source, sizes, dtype, shards, tokenizer, said if isinstance(said, dict) else {})
+    said = said_besides(source)
+    words, tokens = settings.words_and_tokens(said, _special(tokenizer, str(beside)))
+    return Export(source, sizes, dtype, shards, tokenizer, {**said, **tokens}, words)
+
+
+def _special(tokenizer: bytes | None, where: str) -> Mapping[str, int]:
+    """The special words of a tokenizer and their numbers; of one that is not taken here, nothing is known."""
+    try:
+        return {} if tokenizer is None else tokenizer_file.checked(tokenizer.decode(), where)[2]
+    except (DataError, UnicodeDecodeError):
+        return {}
 
 
 def _check(source: Source, pairs: list[Pair]) -> None:
@@ -165,10 +177,12 @@ def folder(export: Export, target: Path, told: Callable[[int], None]) -> int:
             mapped = {piece.name: file for file, shard in zip(files, export.shards, strict=True) for piece in shard}
             _write_json(draft / INDEX, {"metadata": {"total_size": export.nbytes}, "weight_map": mapped})
         _write_json(draft / settings.FILE, settings.of_model(export.sizes, export.dtype, export.said))
+        if tokens := settings.tokens_of(export.said):
+            _write_json(draft / settings.OF_GENERATION, tokens)
         if export.tokenizer is not None:
             disk.replace(draft / tokenizer_file.NAME, export.tokenizer)
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": export.sizes.seq_len}
-            _write_json(draft / "tokenizer_config.json", about)
+            _write_json(draft / settings.OF_WORDS, {**about, **export.words})
         publish(target)
     return size
 

@@ -41,6 +41,8 @@ from mpitrain.weights import IMPORTED, WEIGHT, misfits
 FILE = "rank-00000.h5"
 MOST_SETTINGS = 1 << 20
 """Bytes that are read of config.json."""
+MOST_OF_WORDS = 8 << 20
+"""Bytes that are read of tokenizer_config.json, which may list some thousands of words."""
 
 
 class Import(NamedTuple):
@@ -108,25 +110,36 @@ def looked_into(text: str, dtype: str | None) -> Import:
     left_out = [name for name in weights.tensors if names.is_buffer(sizes.family, name)]
     _check(weights, pairs, {*left_out, *((names.HEAD,) if same else ())})
     config = replace(config, dtype=dtype or _dtype(weights, pairs))
-    tokenizer, why = _tokenizer(folder, sizes.vocab)
-    about = {"from": "transformers", "model_type": said["model_type"], **settings.tokens_of(said)}
+    tokenizer, words, why = _tokenizer(folder, sizes.vocab)
+    about = {"from": "transformers", "model_type": said["model_type"], **settings.tokens_of(said), **words}
     return Import(weights, config, sizes, pairs, same, left_out, tokenizer, why, about)
 
 
-def _tokenizer(folder: Path, vocab: int) -> tuple[str | None, str]:
-    """The tokenizer that lies beside the weights, or why none is taken."""
+def _tokenizer(folder: Path, vocab: int) -> tuple[str | None, dict[str, str], str]:
+    """The tokenizer that lies beside the weights and which of its words are special, or why none is taken."""
     name = tokenizer_file.NAME
     if not os.path.lexists(folder / name):
-        return None, f"there is no {name}"
+        return None, {}, f"there is no {name}"
     path = of_folder(folder, name)
     try:
         text = tokenizer_file.read(path)
-        _, words, _ = tokenizer_file.checked(text, str(path))
+        _, words, special = tokenizer_file.checked(text, str(path))
     except DataError as error:
-        return None, str(error)
+        return None, {}, str(error)
     if words > vocab:
-        return None, f"{show(path)} has {words:,} words, the model {vocab:,}"
-    return text, ""
+        return None, {}, f"{show(path)} has {words:,} words, the model {vocab:,}"
+    return text, _special(folder, special), ""
+
+
+def _special(folder: Path, special: Mapping[str, int]) -> dict[str, str]:
+    """What the file about the tokenizer says of special words: nothing, where it cannot be read."""
+    if not os.path.lexists(folder / settings.OF_WORDS):
+        return {}
+    try:
+        said = read_json(of_folder(folder, settings.OF_WORDS), MOST_OF_WORDS)
+    except CheckpointError:
+        return {}  # the numbers in the settings of the model say most of it, too
+    return settings.words_of(said, special)
 
 
 def _model(asked: Mapping[str, Any], path: Path) -> tuple[Config, DecoderConfig]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpitrain.data.tokenizer import END
 from mpitrain.errors import CheckpointError
 from mpitrain.models.sizes import DecoderConfig
 from mpitrain.options import show
@@ -19,6 +20,10 @@ GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf"}
 """Names of activations there, and here."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that say which tokens begin, end and fill up a text: they are handed on."""
+WORDS = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Keys of tokenizer_config.json that say which words these are, and the one in the place of words that are unknown."""
+OF_WORDS = "tokenizer_config.json"
+OF_GENERATION = "generation_config.json"
 KINDS = ("gpt2", "llama", "mistral")
 
 
@@ -102,6 +107,39 @@ def tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def words_of(values: Mapping[str, Any], special: Mapping[str, int]) -> dict[str, str]:
+    """What tokenizer_config.json says of special words, as far as the tokenizer has them.
+
+    Args:
+        values: of the file.
+        special: the tokenizer's special words and their numbers.
+    """
+    said = {key: values.get(key) for key in WORDS}
+    words = {key: value.get("content") if isinstance(value, dict) else value for key, value in said.items()}
+    return {key: word for key, word in words.items() if isinstance(word, str) and word in special}
+
+
+def words_and_tokens(said: Mapping[str, Any], special: Mapping[str, int]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The special words, and the numbers of those that begin, end and fill up a text.
+
+    What only one of them says, the other one says, too; where nobody says which word ends a text, it is the one that
+    tokenizers made here have for it.
+    """
+    words, tokens = words_of(said, special), tokens_of(said)
+    named = {number: word for word, number in special.items()}
+    for key in TOKENS:
+        of_word = key.removesuffix("_id")
+        numbers = tokens.get(key)
+        number = numbers[0] if isinstance(numbers, list) else numbers
+        if of_word not in words and number in named:
+            words[of_word] = named[number]
+        if numbers is None and of_word in words:
+            tokens[key] = special[words[of_word]]
+    if "eos_token_id" not in tokens and END in special:
+        words["eos_token"], tokens["eos_token_id"] = END, special[END]
+    return words, tokens
+
+
 def _from_gpt2(found: Found) -> dict[str, Any]:
     found.must({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)})
     activation = found.get("activation_function") or "gelu_new"
@@ -172,14 +210,27 @@ _SCALINGS = {
 
 
 def _rope(found: Found) -> tuple[float, str | None]:
-    """Base and scaling of rotary positions; transformers 5 has them in `rope_parameters`, 4 apart from each other."""
-    key = "rope_parameters" if found.get("rope_parameters") is not None else "rope_scaling"
+    """Base and scaling of rotary positions: transformers 5 has them in `rope_parameters`, 4 in `rope_scaling`.
+
+    Files for both have them twice, and a `rope_scaling` that says something else than `rope_parameters` is refused:
+    transformers of one version would follow it, another one not.
+    """
+    keys = [key for key in ("rope_scaling", "rope_parameters") if found.get(key) not in (None, {})]
+    said = [_rope_in(found, key) for key in keys]
+    if len(said) == 2 and said[0] != said[1]:
+        found.refuse(keys[0], f"{keys[1]} is {show(found.get(keys[1]))}, which is something else")
+    return said[0] if said else (found.number("rope_theta", 10000.0), None)
+
+
+def _rope_in(found: Found, key: str) -> tuple[float, str | None]:
+    """What one of the keys says."""
     about = found.get(key)
-    if about is None:
-        return found.number("rope_theta", 10000.0), None
     if not isinstance(about, dict):
         found.refuse(key, "it must be an object")
     inner = Found(about, Path(f"{FILE}: {key}"))
+    inner.must({"partial_rotary_factor": (1, 1.0)})
+    if any(isinstance(value, dict) for value in about.values()):
+        found.refuse(key, "all layers here are alike")
     theta = inner.number("rope_theta", found.number("rope_theta", 10000.0))
     kind = about.get("rope_type", about.get("type", "default"))
     if kind == "default":

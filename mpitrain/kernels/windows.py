@@ -16,6 +16,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from mpitrain.errors import ShapeError
 
 Pair = tuple[int, int]
@@ -97,8 +99,10 @@ def pair(value: int | Pair, op: str, name: str, least: int = 1) -> Pair:
         ShapeError: something else, or a number that is too small.
     """
     both = (value, value) if not isinstance(value, (tuple, list)) else tuple(value)
-    if len(both) != 2 or any(int(n) != n or n < least for n in both):
-        raise ShapeError(f"{op}: {name} {value}; it is a number from {least} on, or one for each of the two directions")
+    if len(both) != 2 or any(not isinstance(n, (int, np.integer)) or n < least for n in both):
+        raise ShapeError(
+            f"{op}: {name} {value!r}; it is a number from {least} on, or one for each of the two directions"
+        )
     return int(both[0]), int(both[1])
 
 
@@ -113,11 +117,16 @@ def windows(
     """The places of a window on images of a shape (b, h, w, c).
 
     Raises:
-        ShapeError: no images, or the window is larger than one.
+        ShapeError: no images, the window is larger than one, or places see zeros alone for longer than an image.
     """
     if len(shape) != 4:
         raise ShapeError(f"{op}: x {tuple(shape)} is not (b, h, w, c): images, rows, columns, channels")
     slide = Windows((shape[1], shape[2]), window, stride, padding, dilation)
+    if any(p > n + k for p, n, k in zip(padding, slide.image, slide.extent, strict=True)):
+        raise ShapeError(
+            f"{op}: padding {padding[0]} x {padding[1]} is more than images of {shape[1]} x {shape[2]} and a window"
+            f" over {slide.extent[0]} x {slide.extent[1]} pixels together: most places would see zeros alone"
+        )
     if min(slide.places) < 1:
         spread = "" if dilation == (1, 1) else f", dilation {dilation[0]} x {dilation[1]},"
         raise ShapeError(

@@ -46,7 +46,7 @@ class StoredFlat(CutFlat):
 
     share_type = StoredShare
     weights: StoredArray
-    grads: StoredArray
+    grads: StoredArray | Array  # of frozen weights an empty array, as they have elsewhere
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class StoredFlat(CutFlat):
         trains = not self.frozen
         has_masters = trains and is_half(self.dtype)
         self._masters = StoredArray(store, self._name("masters"), 0, own, full) if has_masters else None
+        self.grads = self.xp.empty(0, full)
         if trains:
             self.grads = StoredArray(store, self._name("gradients"), 0, own, full, factor)
         self._factor = factor

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from mpitrain.metrics import table, tensorboard
 from mpitrain.metrics.lines import MetricsWriter, record_of
 from mpitrain.metrics.table import Table
 from mpitrain.metrics.tensorboard import Events, load_library
@@ -70,6 +71,12 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def files(asked: frozenset[str]) -> list[str]:
+    """What is written besides `metrics.jsonl`, by its names in the folder of the run."""
+    names = {"csv": table.NAME, "tensorboard": f"{tensorboard.FOLDER}/"}
+    return [names[sink] for sink in sorted(asked)]
 
 
 def check_libraries(asked: frozenset[str]) -> None:

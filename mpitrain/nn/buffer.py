@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.backend import Array, wide
+from mpitrain.nn.no_values import NoValues
 from mpitrain.spec import Spec, State, slab, slab_shape
 
 
@@ -41,7 +42,7 @@ class Buffer:
         self.start = start
         self.spec = spec if isinstance(spec, Spec) else Spec(spec)
         self.rectangle: tuple[slice, ...] = ()
-        self.array: Array = np.empty(0)
+        self.array: Array = NoValues(name)
 
     def materialize(self, coords: Mapping[str, int], sizes: Mapping[str, int], dtype: Any, xp: Any = np) -> None:
         """Make this rank's slab, with the values of the beginning.
@@ -55,4 +56,5 @@ class Buffer:
         self.array = xp.full(slab_shape(self.rectangle), self.start, wide(dtype))
 
     def __repr__(self) -> str:
-        return f"Buffer({self.name} {self.array.shape} of {self.full_shape}, {self.spec})"
+        here = "" if isinstance(self.array, NoValues) else f"{self.array.shape} of "
+        return f"Buffer({self.name} {here}{self.full_shape}, {self.spec})"

@@ -7,6 +7,7 @@ import math
 from mpitrain.autograd import ops
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.errors import ConfigError
+from mpitrain.kernels.windows import pair
 from mpitrain.nn import init as initial
 from mpitrain.nn.module import Module
 from mpitrain.nn.parameter import Initializer, Parameter
@@ -40,6 +41,7 @@ class Conv2d(Module):
 
     Raises:
         ConfigError: the groups divide the channels or the filters not.
+        ShapeError: kernel, stride, padding or dilation are no sizes.
     """
 
     def __init__(
@@ -58,11 +60,11 @@ class Conv2d(Module):
         super().__init__(name)
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ConfigError(f"{name}: {in_channels} channels and {out_channels} filters do not divide into {groups}")
-        self.stride = stride
-        self.padding = padding
-        self.dilation = dilation
+        self.stride = pair(stride, name, "stride")
+        self.padding = pair(padding, name, "padding", least=0)
+        self.dilation = pair(dilation, name, "dilation")
         self.groups = groups
-        window = (kernel, kernel) if isinstance(kernel, int) else kernel
+        window = pair(kernel, name, "kernel")
         shape = (out_channels, *window, in_channels // groups)
         self.weight = Parameter(f"{name}.weight", shape, init=init or initial.fan_in((1, 2, 3)), decay=True)
         self.bias = Parameter(f"{name}.bias", (out_channels,), init=initial.zeros) if bias else None
@@ -84,9 +86,9 @@ class MaxPool2d(Module):
 
     def __init__(self, window: Size = 2, stride: Size | None = None, padding: Size = 0, name: str = "") -> None:
         super().__init__(name)
-        self.window = window
-        self.stride = stride
-        self.padding = padding
+        self.window = pair(window, name or type(self).__name__, "window")
+        self.stride = None if stride is None else pair(stride, name or type(self).__name__, "stride")
+        self.padding = pair(padding, name or type(self).__name__, "padding", least=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, oh, ow, c)."""
@@ -113,9 +115,9 @@ class AvgPool2d(Module):
         name: str = "",
     ) -> None:
         super().__init__(name)
-        self.window = window
-        self.stride = stride
-        self.padding = padding
+        self.window = pair(window, name or type(self).__name__, "window")
+        self.stride = None if stride is None else pair(stride, name or type(self).__name__, "stride")
+        self.padding = pair(padding, name or type(self).__name__, "padding", least=0)
         self.count_padding = count_padding
 
     def forward(self, x: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class Dropout(Module):
         self.p = _probability(name, p)
 
     def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
-        """(b, s, d) -> (b, s, d); without a draw (evaluation) x itself."""
+        """(b, s, d) -> (b, s, d); without a draw (evaluation) x itself: give it batch.draw(seed) in training."""
         if draw is None or self.p == 0.0:
             return x
         return ops.dropout(x, draw.rows(self.name), self.p)

@@ -24,6 +24,7 @@ from mpitrain.autograd.lazy import Lazy
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, is_half, to_device, to_host, wide
 from mpitrain.errors import ConfigError, ShapeError
+from mpitrain.nn.no_values import NoValues
 from mpitrain.spec import Spec, State, slab_shape
 
 Initializer = Callable[[str, tuple[int, ...], tuple[slice, ...], int], Any]
@@ -54,7 +55,7 @@ class Parameter(Tensor):
         in_full: keep it in at least float32 where the model is of half precision; set before `materialize`.
         frozen: nobody trains it (mpitrain.nn.freezing): there is no gradient of it, no master, no optimizer state.  Set
             before `materialize`, or by `Module.freeze`.
-        is_laid: whether it has its memory.
+        is_laid: whether it has its memory; before that it cannot be used, and says so.
         outside: it is used outside of the residual branch that it has its name from, as the last bias of a branch is,
             which is added with the residual: its gradient carries no scale of the branch.
 
@@ -106,12 +107,13 @@ class Parameter(Tensor):
         self.decay = decay
         self.rectangle: tuple[slice, ...] = ()
         super().__init__(np.empty(0), requires_grad=True)
+        self.grad: Array = self.data
+        self.data = NoValues(name)
         self.weight_side = True
         self.in_full = False
         self.outside = False
         self.is_laid = False
         self.visits = False
-        self.grad: Array = self.data
         self._master: Array | None = None
         self.touched = False
         self.writes = Writes()
@@ -178,7 +180,7 @@ class Parameter(Tensor):
             self.touched = True
 
     def __repr__(self) -> str:
-        here = "" if self.data.shape == self.full_shape or not self.is_laid else f"{self.data.shape} of "
+        here = "" if not self.is_laid or self.data.shape == self.full_shape else f"{self.data.shape} of "
         return f"Parameter({self.name} {here}{self.full_shape}, {self.spec}{', frozen' if self.frozen else ''})"
 
 

@@ -36,7 +36,7 @@ def tree(module: Module) -> str:
     parameters = module.parameters()
     count = module.num_parameters
     fixed = sum(_size(p) for p in parameters if p.frozen)
-    here = sum(p.data.size for p in parameters) if any(p.is_laid for p in parameters) else count
+    here = sum(p.data.size if p.is_laid else 0 for p in parameters) if any(p.is_laid for p in parameters) else count
     head = f"{type(module).__name__} {module.name}".rstrip()
     facts = [f"{count:,} parameters", f"{here:,} elements here" * (here != count), f"{fixed:,} frozen" * (fixed > 0)]
     if module.num_stages > 1:

@@ -32,7 +32,7 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.nn import init as initial
 from mpitrain.nn.buffer import Buffer
 from mpitrain.nn.module import Module
@@ -135,6 +135,7 @@ class BatchNorm(Module):
         super().__init__(name)
         if not 0.0 < momentum <= 1.0 or not eps > 0.0:
             raise ConfigError(f"{name}: momentum {momentum}, eps {eps}; momentum is in (0, 1], eps above 0")
+        self.channels = channels
         self.axis = axis
         self.eps = eps
         self.momentum = momentum
@@ -151,7 +152,11 @@ class BatchNorm(Module):
             x: this rank's rows.
             rows: bool (b,), those that count; None: all.  The others are normalised, but change nothing.
             training: normalise by the batch; else by the running statistics.
+
+        Raises:
+            ShapeError: x has other channels, or integers; or there are more or fewer `rows` than x has.
         """
+        self._check(x, rows)
         if not training:
             kept = array_module(x.data).stack([self.mean.array, self.variance.array])
             return ops.normalize(x, kept, self.weight, self.bias, self.eps)
@@ -160,6 +165,17 @@ class BatchNorm(Module):
         if not recomputing():
             self._keep(statistics.data, count.data)
         return ops.normalize(x, statistics, self.weight, self.bias, self.eps)
+
+    def _check(self, x: Tensor, rows: Array | None) -> None:
+        """Refuse what does not fit, before a rank waits for the findings of this one."""
+        if x.ndim < 2 or x.shape[-1] != self.channels:
+            raise ShapeError(f"{self.name}: x {x.shape} is not (b, ..., {self.channels}): rows, and channels last")
+        if x.dtype.kind in "biu":
+            raise ShapeError(
+                f"{self.name}: x is {x.dtype}, which has no place for means; cast it, as x.astype(np.float32)"
+            )
+        if rows is not None and rows.shape != x.shape[:1]:
+            raise ShapeError(f"{self.name}: rows {rows.shape} for x {x.shape}: there is one bool for each row of x")
 
     def _keep(self, statistics: Array, count: Array) -> None:
         """Take a batch into the running statistics; on a device without waiting for it."""

@@ -108,6 +108,9 @@ def _train(paths: Sequence[str], given: Mapping[str, Value]) -> None:
         raise ConfigError("mpitrain tokenizer train [DATA] OUT: one text at most, and where to; --help tells more")
     data, out = (paths[0] if len(paths) == 2 else None), Path(paths[-1])
     target = out if out.suffix == ".json" else out / tokenizer_file.NAME
+    if target != out and out.is_file():
+        missing = "" if data is not None else f"\nIs it the text?  mpitrain tokenizer train {show(paths[0])} OUT"
+        raise ConfigError(f"{show(out)}: is a file; OUT must be a folder, or a file NAME.json.{missing}")
     if os.path.lexists(target) and not given["force"]:
         raise ConfigError(f"{show(target)}: is there already; --force replaces it.")
     text = corpora.load(data)
@@ -136,7 +139,13 @@ def _show(paths: Sequence[str], given: Mapping[str, Value]) -> None:
         raise ConfigError(
             "mpitrain tokenizer show PATH: one file, or a folder with a tokenizer.json; --help tells more"
         )
-    words = Tokenizer.read(paths[0])
+    path = Path(paths[0])
+    if (path / "config.toml").is_file() and not os.path.lexists(path / tokenizer_file.NAME):
+        raise DataError(
+            f"{show(path)}: is a run without a {tokenizer_file.NAME}: its words are bytes, or those of the token file"
+            " that it was trained on.\nA run has one where it was trained with --tokenizer."
+        )
+    words = Tokenizer.read(path)
     text, data = given["text"], given["data"]
     about: dict[str, Any] = {
         "path": paths[0],

@@ -9,6 +9,7 @@ The folder of a run has a copy, so nothing else is needed to go on with it or to
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,23 +25,27 @@ from mpitrain.data import encoded, tokenizer_file
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import CheckpointError, DataError
+from mpitrain.options import show
 from mpitrain.recording.outside import heard
 
 SHARE = 0.1  # of the longest that a message may wait: for about so long ranks that only wait hear nothing
 
 
-def tokenizer_of(config: Config, world: World, found: Sequence[Path] = ()) -> Tokenizer | None:
+def tokenizer_of(
+    config: Config, world: World, found: Sequence[Path] = (), beside: Path | None = None
+) -> Tokenizer | None:
     """The tokenizer that the settings ask for; None: there is none.  Collective over the world.
 
     Args:
         config: the settings.
         world: all ranks.
         found: the checkpoint that the run goes on from, first.
+        beside: the tokenizer.json that lies with the weights that the run begins with, if it does and there is one.
 
     Raises:
         ConfigError: the library is not installed on some host.
         DataError: the file is not what is taken, or not the same on all ranks; the text holds tokens.
-        CheckpointError: it is not the one of the run that goes on.
+        CheckpointError: it is not the one of the run that goes on, or of the weights.
     """
     asked = config.tokenizer
     if asked is None:
@@ -61,6 +66,8 @@ def tokenizer_of(config: Config, world: World, found: Sequence[Path] = ()) -> To
         )
     if found:
         _check_same(found[0], tokenizer, asked)
+    if not found:
+        _check_of_weights(beside, world, tokenizer, asked)
     return tokenizer
 
 
@@ -161,4 +168,20 @@ def _check_same(found: Path, tokenizer: Tokenizer, asked: str) -> None:
         raise CheckpointError(
             f"{found} was trained {was}, and --tokenizer {asked} is sha256 {tokenizer.sha256[:12]}.\n"
             "Leave --tokenizer out: the run's own is in its folder.  Or start a new run."
+        )
+
+
+def _check_of_weights(beside: Path | None, world: World, tokenizer: Tokenizer, asked: str) -> None:
+    """Refuse to begin with weights that know other words; rank 0 looks."""
+
+    def sha256() -> str:
+        return "" if beside is None else hashlib.sha256(tokenizer_file.read(beside).encode()).hexdigest()
+
+    mine = together(world, lambda: heard("the tokenizer of the weights", sha256), here=world.rank == 0)
+    before, path = world.exchange([mine, str(beside)])[0]
+    if before and before != tokenizer.sha256:
+        raise CheckpointError(
+            f"--tokenizer {show(asked)} is sha256 {tokenizer.sha256[:12]}, and the weights of --init know the words of"
+            f" {show(path)} (sha256 {before[:12]}).\nLeave --tokenizer out: that one comes with the weights.\n"
+            "If both have the same words, put yours in the place of that file."
         )

@@ -274,6 +274,11 @@ def _exit_code(outcomes: Sequence[Outcome], named: Collection[Layout]) -> int:
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
     counts = Counter(outcome.word for outcome in outcomes)
-    said = [f"{counts[word]} {word}" for word in ("equal", "refused", "differs", "failed") if counts[word]]
+    several = {"differs": "differ"}
+    said = [
+        f"{counts[word]} {word if counts[word] == 1 else several.get(word, word)}"
+        for word in ("equal", "refused", "differs", "failed")
+        if counts[word]
+    ]
     text = f"{len(outcomes)} layouts: {', '.join(said)}"
-    return text if counts["equal"] else text + ".  Nothing was proven."
+    return text + ".  Nothing was proven." if counts["refused"] == len(outcomes) else text

@@ -28,8 +28,14 @@ def one_rank_line(records: Sequence[Record], name: str = "one rank") -> str:
     course = f", loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
     dtype = begin.facts["asked dtype"]
     asked = f"; proved in float64, not {dtype}" if is_half(dtype_of(dtype)) else ""
-    kinds = ", ".join(f"{kind.replace('_', ' ').removesuffix('s')}s" for kind in steps[0].arrays)
+    kinds = ", ".join(map(_several, steps[0].arrays))
     return f"{name}: {len(steps)} steps of {len(begin.facts['parameters'])} tensors ({kinds}){course}{asked}"
+
+
+def _several(kind: str) -> str:
+    """The name of a kind of arrays, of many of them."""
+    one = kind.replace("_", " ").removesuffix("s")
+    return f"{one.removesuffix('y')}ies" if one.endswith("y") else f"{one}s"
 
 
 def line(name: str, word: str, detail: str, seconds: float, width: int) -> str:

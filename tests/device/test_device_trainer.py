@@ -13,7 +13,7 @@ import pytest
 
 from mpitrain import assemble
 from mpitrain.comm.local import LocalWorld
-from mpitrain.models.gpt import GPT
+from mpitrain.models.families import build
 from mpitrain.train import main
 
 TEXT = "".join(f"{n} bottles of milk on the wall, {n} bottles of milk; take {n % 7} down.\n" for n in range(300))
@@ -30,7 +30,7 @@ def train(tmp_path, monkeypatch, numpy_kernels):
     text.write_text(TEXT)
 
     def on(xp: Any, run: str, *flags: str, ranks: int = 2) -> None:
-        monkeypatch.setattr(assemble, "GPT", functools.partial(GPT, xp=xp))
+        monkeypatch.setattr(assemble, "build", functools.partial(build, xp=xp))
         LocalWorld(ranks).run(main, [*FLAGS, "--data", str(text), "--run", str(tmp_path / run), *flags])
 
     return on

@@ -19,6 +19,7 @@ import io
 import re
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -107,9 +108,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f'{SAVED} >log\n{IMPORTED}\nmpitrain generate runs/gpt2 --prompt "The" --length 4',
         "",
     ),
-    "./run_mpi.sh -n 8 examples/train_gpt.py --init runs/gpt2 --data notes/ --dp 2 --tp 2 --pp 2 --lr 1e-4": (
+    "./run_mpi.sh -n 8 examples/train_gpt.py --init runs/gpt2 --data notes/ --run runs/mine --save-every 500"
+    " --dp 2 --tp 2 --pp 2 --lr 1e-4": (
         f"{SAVED} >log\n{IMPORTED}\nmpitrain local -n 2 examples/train_gpt.py --init runs/gpt2 --data notes/ --tp 2"
-        " --steps 2 --batch 4 --sample-length 4",
+        " --run runs/mine --save-every 500 --steps 2 --batch 4 --sample-length 4 >log\n"
+        "mpitrain checkpoint export runs/mine mine",
         "",
     ),
     "python read_weights.py": (f"{SAVED} >log\n{IMPORTED}\npython read_weights.py", ""),
@@ -1034,7 +1037,13 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(
 def _anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    seen: Counter[str] = Counter()
+    found = set()
+    for title in titles:
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

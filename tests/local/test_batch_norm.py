@@ -21,7 +21,7 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.data.images import ImageBatch
 from mpitrain.debug.capture import recording
-from mpitrain.errors import ConfigError, ReplicaError
+from mpitrain.errors import ConfigError, ReplicaError, ShapeError
 from mpitrain.models.cnn import CNN
 from mpitrain.optim import AdamW
 from mpitrain.parallel.batch_norm import BatchNorm
@@ -318,6 +318,22 @@ def test_evaluation_takes_running_statistics_and_padding_takes_no_part():
     right = (scores.argmax(-1) == images.test_labels).mean()
     assert training["told"]["test"][1] == pytest.approx(right)
     assert all((b.array == training["kept"][b.name]).all() for b in model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("x", "rows", "why"),
+    [
+        (np.ones((2, 4)), None, r"n: x \(2, 4\) is not \(b, ..., 3\)"),
+        (np.ones(3), None, r"n: x \(3,\) is not"),
+        (np.ones((2, 3), int), None, "n: x is int64"),
+        (np.ones((2, 3)), np.ones(3, bool), r"n: rows \(3,\) for x \(2, 3\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(x, rows, why, monkeypatch):
+    norm = BatchNorm("n", 3, alone())
+    monkeypatch.setattr(norm.axis, "all_gather", None)
+    with pytest.raises(ShapeError, match=why):
+        norm(Tensor(x), rows)
 
 
 def test_layers_that_cannot_be_are_refused():

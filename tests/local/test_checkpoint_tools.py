@@ -699,7 +699,9 @@ def test_a_run_without_a_complete_checkpoint_is_named_as_the_user_named_it(tmp_p
         f"{run}: has no complete checkpoint; the newest is damaged:\n{small} is damaged: rank-00000.h5"
     )
     shutil.rmtree(small)
-    assert refused("diff", run, run) == f"{run}: has no complete checkpoint; it has saved none."
+    assert refused("diff", run, run).startswith(
+        f"{run}: has no complete checkpoint; it has saved none.\nTrain with --save-every N"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- inspect
@@ -806,6 +808,7 @@ def test_what_a_file_says_does_not_reach_the_terminal_as_it_is(small, capsys):
         (["inspect"], ConfigError, "takes one path, not 0"),
         (["inspect", "a", "b"], ConfigError, "takes one path, not 2: a b"),
         (["diff", "{small}"], ConfigError, "takes two paths, not 1"),
+        (["diff", "{small}", ""], ConfigError, "takes two paths, not an empty one: "),
         (["inspect", "{small}", "--tensor", "x"], ConfigError, "Did you mean --tensors?"),
         (["inspect", "{small}", "--tensors", "wieght/*"], CheckpointError, "there are weight/*, first_moment/*"),
         (["inspect", "{small}", "--tensors"], ConfigError, "its value is missing"),

@@ -224,3 +224,18 @@ def test_digits_that_are_not_installed_or_not_theirs_are_a_mistake_that_says_how
         file.write("1,2,3\n4,5,6\n")
     with pytest.raises(DataError, match=r"\(2, 3\) numbers, but 1797 digits of 8 x 8 pixels are wanted"):
         digits()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        (((20, 4), 20, (5, 4), 5), r"images of shape \(20, 4\): wanted are images \(n, h, w, c\)"),
+        (((20, 2, 2, 1), 20, (5, 4), 5), r"test_images of shape \(5, 4\): wanted are images \(n, h, w, c\)"),
+        (((20, 2, 2, 1), 19, (5, 2, 2, 1), 5), r"20 images with labels of shape \(19,\)"),
+        (((20, 2, 2, 1), 20, (5, 2, 3, 1), 5), "height, width and channels must be the same"),
+        (((0, 2, 2, 1), 0, (5, 2, 2, 1), 5), "no images to learn from"),
+    ],
+)
+def test_images_that_are_none_are_refused(shapes, why):
+    with pytest.raises(ShapeError, match=why):
+        Images(*(np.zeros(shape) for shape in shapes))

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks
 import checks_experts as checks
 from checks_layouts import name_of
 from checks_recompute import is_the_same_run
+from often import some
 
 from mpitrain.autograd import Tape, Tensor
 from mpitrain.autograd.auxiliary import collect
@@ -53,13 +54,13 @@ def cases(layouts: list[dict[str, Any]], seed: int = 0) -> list[Any]:
 # --------------------------------------------------------------------------------------------------------- every layout
 
 
-@pytest.mark.parametrize("how", cases(checks.LAYOUTS))
+@pytest.mark.parametrize("how", some(cases(checks.LAYOUTS)))
 def test_every_layout_of_experts_is_the_same_run(how: dict[str, Any]) -> None:
     """T16.1, T28.1, C48: loss, choices, the router's losses, gradients, norms, weights and moments, and evaluation."""
     LocalWorld(checks.ranks_of(how)).run(lambda: checks.spread(world(), **how))
 
 
-@pytest.mark.parametrize("how", cases(checks.MORE, 5)[::4])
+@pytest.mark.parametrize("how", some(cases(checks.MORE, 5)[::4], 2))
 def test_experts_beside_everything_else_are_the_same_run(how: dict[str, Any]) -> None:
     LocalWorld(checks.ranks_of(how)).run(lambda: checks.spread(world(), **how))
 

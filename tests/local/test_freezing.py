@@ -139,8 +139,23 @@ def test_a_run_goes_on_with_what_it_has_frozen(tmp_path: Path) -> None:
         LocalWorld(1).run(main, ["--run", str(tmp_path), "--resume", "latest", "--freeze", "head"])
 
 
+def test_a_run_whose_frozen_weights_live_elsewhere_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--model", "gpt-tiny", "--layers", "1", "--width", "8", "--heads", "2", "--seq-len", "8", "--batch", "1"]
+    flags += ["--data", str(tmp_path / "text.txt"), "--steps", "1", "--eval-every", "0", "--sample-length", "0"]
+    with redirect_stdout(io.StringIO()) as told:
+        LocalWorld(1).run(
+            main, [*flags, "--run", str(tmp_path), "--freeze", "table", "--offload", "parameters", "--trace"]
+        )
+    assert "frozen       1 of" in told.getvalue()
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="--freeze table,: an empty pattern"):
         parse(["--freeze", "table,"])
+    for patterns in ("head", "*,!head", "head.weight"):
+        with pytest.raises(ConfigError, match=r"means no weight here, for with --tied the head is the token table"):
+            parse(["--freeze", patterns, "--tied"])
+        parse(["--freeze", patterns])
     with pytest.raises(ConfigError, match="--loss-scaling blocks with --freeze"):
         parse(["--freeze", "table", "--loss-scaling", "blocks", "--dtype", "float16"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -302,6 +304,17 @@ def test_nothing_that_steers_a_terminal_reaches_it():
     assert plain.getvalue() == "a\x1b[2Jb\tc\n\n"
 
 
+def test_a_launcher_has_time_to_hand_on_the_text(monkeypatch):
+    said, out, err = [], io.StringIO(), io.StringIO()
+    monkeypatch.setattr("time.sleep", lambda seconds: said.append((seconds, out.getvalue(), err.getvalue())))
+    for launched in (False, True):
+        Printer(out, err, Texts(["a"], []), Numbers(10), False, launched).finish({})
+    ((seconds, text, before),) = said
+    assert seconds > 0
+    assert text == "a\na\n"
+    assert before.count("words in") == 1
+
+
 def test_an_output_that_nobody_reads_is_no_error(runs, capfd):
     class Gone(io.StringIO):
         def write(self, text):
@@ -313,6 +326,27 @@ def test_an_output_that_nobody_reads_is_no_error(runs, capfd):
     texts.add(np.array([1]))
     printer.add()
     printer.finish({})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_ranks_end_when_nobody_reads(runs, capfd, monkeypatch, ranks):
+    monkeypatch.setattr("mpitrain.generation.turns.LONGEST", 1e-3)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        how = [str(runs / "gpt"), "--prompt", "1", "--length", "500", "--past-end", "--tp", str(ranks)]
+        assert LocalWorld(ranks).run(main, how) == [141, 0][:ranks]
+    assert re.match("[1-9] words in ", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_an_output_that_is_full_is_one_message(runs, capfd, monkeypatch, flags):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(ConfigError, match="the output cannot be written: No space left on device"):
+            LocalWorld(1).run(main, [str(runs / "gpt"), "--prompt", "1", "--length", "3", *flags])
+    assert not capfd.readouterr().err
 
 
 def test_a_newer_checkpoint_that_is_damaged_is_passed_over_and_said(runs, tmp_path, capfd):

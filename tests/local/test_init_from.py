@@ -9,7 +9,9 @@ import pytest
 from mpitrain.checkpoint.tools import command
 from mpitrain.checkpoint.tools.source import Source
 from mpitrain.comm.local import LocalWorld
+from mpitrain.data.tokenizer import Bytes
 from mpitrain.errors import UserError
+from mpitrain.generation.command import _ends
 from mpitrain.interchange.command import TOOLS
 from mpitrain.train import main
 
@@ -117,7 +119,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(place):
         (["--init", origin, "--tied"], "unexpected in it: weight/head.weight"),
         (["--init", origin, "--model", "gpt-tiny"], "missing in it: weight/positions.weight"),
         (["--init", str(place / "none")], "there is no such file or folder"),
-        (["--init", str(place / "theirs")], "neither a checkpoint"),
+        (["--init", str(place / "theirs")], f"mpitrain checkpoint import {place / 'theirs'} OUT"),
         (["--init", origin, "--resume", "latest"], "a run that goes on has weights"),
         (["--resume", origin], f"Begin a new run with them: --init {origin}"),
     ):
@@ -149,9 +151,25 @@ def test_the_words_of_the_weights_come_with_them(place):
     theirs = hf_models.write(
         place / "worded", {**LLAMA, "vocab_size": 64}, hf_models.tensors({**LLAMA, "vocab_size": 64})
     )
-    model = {**WORDS["model"], "vocab": words}
-    (theirs / "tokenizer.json").write_text(json.dumps({**WORDS, "model": model}))
+    special = {"<end>": 61, "<begin>": 62}
+    model = {**WORDS["model"], "vocab": {**words, **special}}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ends = [{"id": number, "content": word, "special": True, **plain} for word, number in special.items()]
+    (theirs / "tokenizer.json").write_text(json.dumps({**WORDS, "model": model, "added_tokens": ends}))
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "eos_token_id": [61, 5], "bos_token_id": 62}))
     assert command.main(["import", str(theirs), str(place / "worded-run")], TOOLS) == 0
     train(place, "with-words", "--init", str(place / "worded-run"), *STILL)
     assert (place / "with-words" / "tokenizer.json").is_file()
-    assert Source.of(str(place / "with-words")).manifest.tensors["weight/table.weight"].shape == (64, 16)
+    source = Source.of(str(place / "with-words"))
+    assert source.manifest.tensors["weight/table.weight"].shape == (64, 16)
+    # What ends a text is known after training and after a resumed one, and comes back.
+    train(place, "with-words", "--resume", "latest", "--run", str(place / "with-words"), "--steps", "2")
+    assert [_ends(Source.of(str(place / run)), Bytes()) for run in ("worded-run", "with-words")] == [[61, 5]] * 2
+    command.main(["export", str(place / "with-words"), str(place / "given-back")], TOOLS)
+    for name, wanted in (
+        ("config.json", {"eos_token_id": [61, 5], "bos_token_id": 62, "pad_token_id": None}),
+        ("generation_config.json", {"eos_token_id": [61, 5], "bos_token_id": 62}),
+        ("tokenizer_config.json", {"eos_token": "<end>", "bos_token": "<begin>"}),
+    ):
+        assert json.loads((place / "given-back" / name).read_text()).items() >= wanted.items()

@@ -22,11 +22,12 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
 from mpitrain.errors import CheckpointError, ConfigError, UserError
 from mpitrain.interchange.command import TOOLS
-from mpitrain.interchange.settings import TOKENS, to_settings, tokens_of
+from mpitrain.interchange.settings import TOKENS, to_settings, tokens_of, words_and_tokens, words_of
 from mpitrain.models.families import build
 from mpitrain.weights import check_fit, fill, find, model_in
 
 IDS = np.random.default_rng(7).integers(0, 61, (2, 12))
+ROPE = {"rope_type": "linear", "factor": 4.0}
 
 
 def tool(*words):
@@ -332,8 +333,9 @@ def test_a_tokenizer_is_passed_along(tmp_path, capsys):
     ):
         folder = hf_models.write(tmp_path / name, hf_models.GPT2, held)
         (folder / "tokenizer.json").write_text(content)
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "a"' + (", broken" if name == "good" else "}"))
         assert tool("import", folder, tmp_path / f"{name}-run") == 0
-        assert said in capsys.readouterr().out
+        assert (said or "tokenizer.json goes along") in capsys.readouterr().out
         assert (tmp_path / f"{name}-run" / "tokenizer.json").exists() == (not said)
     assert (tmp_path / "good-run" / "tokenizer.json").read_text() == json.dumps(WORDS)
     assert tool("export", tmp_path / "good-run", tmp_path / "back") == 0
@@ -343,6 +345,33 @@ def test_a_tokenizer_is_passed_along(tmp_path, capsys):
     folder = hf_models.write(tmp_path / "link", hf_models.GPT2, held)
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     assert "is a link" in refused("import", folder, tmp_path / "new")
+
+
+def test_special_words_are_named_by_word_or_by_number():
+    special = {"<s>": 1, "</s>": 2, "<|endoftext|>": 3}
+    named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": "<s>", "pad_token": "none such"}
+    assert words_of({**named, "other": "x"}, special) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+    assert words_and_tokens({"eos_token": "</s>", "bos_token_id": 1}, special) == (
+        {"eos_token": "</s>", "bos_token": "<s>"},
+        {"bos_token_id": 1, "eos_token_id": 2},
+    )
+    assert words_and_tokens({"eos_token_id": [2, 1]}, special) == ({"eos_token": "</s>"}, {"eos_token_id": [2, 1]})
+    assert words_and_tokens({}, special) == ({"eos_token": "<|endoftext|>"}, {"eos_token_id": 3})
+    assert words_and_tokens({"eos_token": 7, "eos_token_id": "x"}, {}) == ({}, {})
+
+
+def test_what_a_folder_is_instead_and_what_to_do(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        assert "is neither a checkpoint" in refused("export", run, tmp_path / "out")
+        (run / name).write_text("")
+    assert "--save-every N" in refused("export", run, tmp_path / "out")
+    (run / "checkpoints").mkdir()
+    assert "--save-every N" in refused("export", run, tmp_path / "out")
+    theirs = hf_models.write(tmp_path / "theirs", hf_models.GPT2, hf_models.tensors(hf_models.GPT2))
+    for path in (theirs, theirs / "model.safetensors"):
+        assert f"mpitrain checkpoint import {theirs} OUT" in refused("export", path, tmp_path / "out")
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -394,6 +423,13 @@ def test_a_tokenizer_is_passed_along(tmp_path, capsys):
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "--rope-scaling"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling is linear: it must be an object"),
         ("llama", {"rope_theta": "10000"}, "rope_theta"),
+        ("llama", {"rope_parameters": ROPE, "rope_scaling": {**ROPE, "factor": 2.0}}, "which is something else"),
+        ("llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}, "rope_scaling": ROPE}, "which is something else"),
+        ("llama", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": ROPE}, "which is something else"),
+        ("llama", {"rope_parameters": ROPE, "rope_scaling": {**ROPE, "rope_type": "yarn"}}, "rope_type yarn"),
+        ("llama", {"rope_parameters": {**ROPE, "rope_type": "yarn"}, "rope_scaling": ROPE}, "rope_type yarn"),
+        ("llama", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("llama", {"rope_parameters": {"full_attention": ROPE}}, "all layers here are alike"),
         ("mistral", {"num_key_value_heads": None}, "num_key_value_heads"),
     ],
 )
@@ -402,6 +438,13 @@ def test_a_model_that_is_none_of_these_is_refused_by_its_key(tmp_path, name, cha
     hf_models.write(tmp_path / "theirs", {**config, **change}, hf_models.tensors(config))
     assert words in refused("import", tmp_path / "theirs", tmp_path / "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_rotary_positions_may_be_said_for_both_versions_of_transformers():
+    for said in ({"rope_parameters": ROPE}, {"rope_scaling": ROPE}, {"rope_parameters": ROPE, "rope_scaling": ROPE}):
+        config = {**hf_models.LLAMA, "rope_parameters": {}, "rope_scaling": None, **said}
+        found = to_settings(config, Path("config.json"))
+        assert (found["rope_theta"], found["rope_scaling"]) == (300.0, "linear:4")
 
 
 def test_what_transformers_does_not_have_is_not_exported(tmp_path):

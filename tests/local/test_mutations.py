@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
@@ -28,6 +28,7 @@ import mutations_powersgd  # noqa: F401
 import mutations_zero  # noqa: F401
 from checks_layouts import with_documents, with_padding
 from mutations import MUTATIONS, Mutation
+from often import some
 
 from mpitrain.assemble import build_executor, build_model, build_optimizer
 from mpitrain.comm.mesh import Mesh
@@ -196,17 +197,6 @@ def found_by(mutation: Mutation, states: bool = True) -> dict[str, str]:
         except StateError as error:
             found["states"] = str(error)
     return found
-
-
-OFTEN = 3
-"""One in so many cases runs always, the others where they are asked for (-m slow)."""
-
-
-def some(cases: Iterable[Any]) -> list[Any]:
-    """The cases, most of them marked."""
-    return [
-        case if number % OFTEN == 0 else pytest.param(case, marks=pytest.mark.slow) for number, case in enumerate(cases)
-    ]
 
 
 @pytest.mark.parametrize("mutation", some(MUTATIONS), ids=lambda mutation: mutation.name)

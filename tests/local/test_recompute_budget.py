@@ -1,5 +1,6 @@
 """`--recompute-budget`: the fewest blocks whose activations fit, as a ledger measures them."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -86,3 +87,11 @@ def test_the_fewest_blocks_that_fit_are_made_again(name):
             assert len(chosen) == sizes.index(size), (rank, number)
         with pytest.raises(ConfigError, match=rf"--recompute-budget .* all of its {len(blocks)} blocks made again"):
             choice.recomputed_blocks(here, rows[rank], check(rows), sizes[-1] - 1)
+
+
+@pytest.mark.parametrize("asked", ["0.005", "0.001", "1e-06"])
+def test_a_budget_is_told_as_it_was_asked_for(asked):
+    step, schedule, chunks = next(iter(CASES.values()))
+    rows = rows_of(step, schedule, chunks)
+    with pytest.raises(ConfigError, match=rf"--recompute-budget {re.escape(asked)}: rank 0"):
+        choice.recomputed_blocks(step, rows[0], check(rows), round(float(asked) * 2**20))

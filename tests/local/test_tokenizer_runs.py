@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -165,7 +166,14 @@ def test_other_words_than_those_of_the_run_are_refused(tmp_path, text, made):
     shutil.copy(made, tmp_path / "copy.json")
     train(1, tmp_path / "run", text, *on, "--tokenizer", str(tmp_path / "copy.json"))  # another place, the same words
     assert len(metrics(tmp_path / "run")) == 3
-    (tmp_path / "run" / "tokenizer.json").write_text(made.read_text().replace("<|endoftext|>", "<|end|>"))
+    other = made.read_text().replace("<|endoftext|>", "<|end|>")
+    (tmp_path / "other.json").write_text(other)
+    begin = ["--init", str(tmp_path / "run"), "--steps", "1", "--tokenizer"]
+    with pytest.raises(CheckpointError, match=r"and the weights of --init know the words of .*run/tokenizer.json"):
+        train(2, tmp_path / "new", text, *begin, str(tmp_path / "other.json"))
+    assert not (tmp_path / "new").exists()
+    train(2, tmp_path / "new", text, *begin, str(tmp_path / "copy.json"))
+    (tmp_path / "run" / "tokenizer.json").write_text(other)
     with pytest.raises(CheckpointError, match="was trained with another tokenizer"):
         train(1, tmp_path / "run", text, "--resume", "latest", "--steps", "4")
 
@@ -230,6 +238,16 @@ def test_the_command_makes_a_tokenizer_and_shows_it(tmp_path, text, capsys):
     assert about["special"] == {"<|endoftext|>": 0}
     words, val = Tokenizer.read(out), bytes(load(text).val)
     assert about["data"]["bytes_per_word"] == pytest.approx(len(val) / len(words.encode(val.decode())))
+    run_of_bytes = tmp_path / "run"
+    run_of_bytes.mkdir()
+    (run_of_bytes / "config.toml").write_text("")
+    for words, wrong in (
+        (["train", text], f"Is it the text?  mpitrain tokenizer train {text} OUT"),
+        (["train", text, text], "OUT must be a folder, or a file NAME.json."),
+        (["show", str(run_of_bytes)], "its words are bytes"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=re.escape(wrong)):
+            command.main(words)
     assert command.main(["show", str(out), "--text", "two bottles"]) == 0
     assert "| bottles" in capsys.readouterr().out
     for wrong in (["show"], ["train"], ["draw"], ["show", str(out), "--vocab", "3"]):

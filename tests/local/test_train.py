@@ -60,7 +60,7 @@ def test_every_skipped_step_is_told_with_its_scale_and_the_end_counts_them(tmp_p
 
 def test_a_run_leaves_settings_metrics_curve_and_a_sample(tmp_path, text, capsys):
     run = tmp_path / "run"
-    train(3, run, text, "--steps", "6", "--eval-every", "4", "--log-every", "2")
+    train(3, run, text, "--steps", "6", "--eval-every", "4", "--log-every", "2", "--metrics", "csv")
     records = metrics(run)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["tokens"] for record in records] == [12 * 32 * n for n in range(1, 7)]
@@ -73,6 +73,8 @@ def test_a_run_leaves_settings_metrics_curve_and_a_sample(tmp_path, text, capsys
     assert out.count("step 6/6") == 1  # one reporter
     for word in ("gpt-tiny", "parameters", "mesh", "3 threads of one process", "corpus", "done in"):
         assert word in out
+    assert " metrics.jsonl, metrics.csv\n" in out
+    assert f"metrics {run}/metrics.csv\n" in out
 
 
 def test_the_curve_says_which_model_it_is_of_and_on_how_many_ranks(tmp_path, text):

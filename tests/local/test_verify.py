@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from often import some
+
 import mpitrain.models.decoder
 import mpitrain.models.gpt
 import mpitrain.parallel.sequence
@@ -45,11 +48,13 @@ from mpitrain.pipeline.schedules import SCHEDULES, compute_rows, one_stage
 from mpitrain.pipeline.update import Update
 from mpitrain.spec import Spec
 from mpitrain.verify import cases, sweep
-from mpitrain.verify.command import EXPERTS, main
+from mpitrain.verify.command import EXPERTS, _summary, main
 from mpitrain.verify.every import all_layouts
 from mpitrain.verify.here import record, record_on, replay
 from mpitrain.verify.judge import Verdict, judge
 from mpitrain.verify.layouts import WAYS, Layout, parse
+from mpitrain.verify.proof import Outcome
+from mpitrain.verify.report import _several
 from mpitrain.verify.suspect import hints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,7 +274,7 @@ def prove(layout: str, **options: Any) -> tuple[Verdict, dict[str, str]]:
 WITHOUT_STAGES = [str(layout) for n in (3, 4) for layout in all_layouts(n) if not layout.schedule]
 
 
-@pytest.mark.parametrize("layout", WITHOUT_STAGES)
+@pytest.mark.parametrize("layout", some(WITHOUT_STAGES))
 def test_every_layout_of_three_and_four_ranks_is_equal(layout):
     options = {"heads": 3, "width": 12, "seq_len": 18, "batch": 12} if parse(layout).ranks == 3 else {}
     if parse(layout).spreads_experts:
@@ -873,6 +878,19 @@ def test_what_is_no_refusal_before_the_first_step_is_a_failure(script, capsys, h
 def test_layouts_that_are_all_refused_prove_nothing(script, capsys):
     assert main(["--all", "2", script, "takes none"]) == 2
     assert "2 layouts: 2 refused.  Nothing was proven." in capsys.readouterr().out
+
+
+def test_the_last_line_counts_in_english():
+    def said(*words):
+        return _summary([Outcome(parse("dp2"), word, 0.0) for word in words])
+
+    assert said("differs", "differs") == "2 layouts: 2 differ"
+    assert said("differs", "equal") == "2 layouts: 1 equal, 1 differs"
+    assert [_several(kind) for kind in ("first_moment", "velocity", "weight")] == [
+        "first moments",
+        "velocities",
+        "weights",
+    ]
 
 
 def test_flags_that_a_script_does_not_obey_are_no_proof(script, capsys):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpitrain.assemble import sizes_of
 from mpitrain.catalog import MODELS
 from mpitrain.config import OPTIONS, Config, load, parse, parse_first, usage, wants_help, write
 from mpitrain.config_rules import check_layout, check_memory
@@ -257,6 +258,21 @@ def test_intervals_say_their_ends():
             "--width 130 is not divisible by --heads 4: all heads must have the same size.  Try --width 128.",
         ),
         (
+            ["--model", "llama-mini", "--heads", "3"],
+            "--width 128 is not divisible by --heads 3: all heads must have the same size.  Try --width 126"
+            " --kv-heads 1.",
+        ),
+        (
+            ["--heads", "4", "--kv-heads", "3"],
+            "--heads 4 is not divisible by --kv-heads 3: every head of keys and values serves as many heads of"
+            " queries.  Try --kv-heads 2.",
+        ),
+        (
+            ["--model", "llama-mini", "--width", "132"],
+            "--width 132 in --heads 4: rotary positions turn pairs of elements, so each head needs an even number of"
+            " them.  Try --width 128.",
+        ),
+        (
             ["--microbatches", "3"],
             "--batch 16 is not divisible by --microbatches 3: all micro-batches must have the same size.  "
             "Try --batch 15 or --microbatches 2.",
@@ -401,3 +417,16 @@ def test_a_model_that_cannot_fit_is_refused_and_one_that_may_is_not():
         check_memory(c, 12 * c.layers * c.width**2, 8, 8, 64 * 2**30)
     assert len(str(caught.value).splitlines()) <= 5
     check_memory(Config(), 470_528, 8, 8, 2 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hidden 7", "--hidden 7 .*Try --hidden 8"),
+        ("--width 96 --heads 3 --kv-heads 3 --tp 3", "--hidden 256 .*Try --hidden 255"),
+    ],
+)
+def test_hidden_units_that_ranks_do_not_divide_are_told_by_their_flag(flags, words):
+    config = parse(["--model", "llama-tiny", "--tp", "2", *flags.split()])
+    with pytest.raises(ConfigError, match=words):
+        sizes_of(config, 300)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.autograd import ops
+from mpitrain.autograd import no_grad, ops
 from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.comm.local import LocalWorld
@@ -22,6 +22,7 @@ from mpitrain.nn.module import Module, mark_recompute
 from mpitrain.nn.parameter import Parameter
 from mpitrain.parallel.tensor import ColumnLinear, RowLinear
 from mpitrain.parallel.vocabulary import VocabularyEmbedding
+from mpitrain.rng import Draw, keep_mask
 
 MESH = Mesh(world())
 
@@ -50,6 +51,56 @@ def test_a_sequence_calls_its_parts_in_their_order() -> None:
     assert Sequential("none")(x) is x
 
 
+def test_a_draw_goes_to_the_parts_that_take_one() -> None:
+    def with_dropout(p: float) -> Sequential:
+        inner = Sequential("net.1", Dropout("net.1.0", p), ops.tanh)
+        return Sequential("net", Linear("net.0", 4, 4), inner, lambda x, draw=None: x * (1.0 if draw is None else 2.0))
+
+    model, plain = with_dropout(0.5), with_dropout(0.0)
+    for one in (model, plain):
+        one.materialize(MESH, seed=1, dtype=np.float64)
+    x = Tensor(np.random.default_rng(0).standard_normal((2, 3, 4)), requires_grad=True)
+    draw = Draw(seed=1, step=2, places=np.arange(2), positions=np.arange(3))
+    whole = np.tanh(model[0](x).data)
+    kept = keep_mask(draw.rows("net.1.0"), 4, 0.5)
+    want = 2.0 * np.tanh(2.0 * kept * model[0](x).data)
+    for recomputed in (False, True):
+        model.recompute = recomputed
+        with Tape() as tape:
+            np.testing.assert_allclose(model(x, draw=draw).data, want)
+            np.testing.assert_allclose(model(x, draw).data, want)
+            assert (model(x, draw=None).data == whole).all()
+            with pytest.raises(
+                ConfigError, match=r"net has a dropout, net.1.0 with p=0.5.*\n.*draw=batch.draw\(seed\)"
+            ):
+                model(x)
+        assert len(tape) == (3 if recomputed else 11)
+    assert (plain(x).data == whole).all()
+    with Tape():
+        assert (plain(x).data == whole).all()
+        with no_grad():
+            assert (model(x).data == whole).all()
+    assert (model(x).data == whole).all()
+
+
+class Quiet(Module):
+    """Decides of its dropout by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("quiet")
+        self.drop = Dropout("drop", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x, None)
+
+
+def test_a_part_that_takes_no_draw_is_given_none() -> None:
+    x = Tensor(np.ones((2, 3, 4)), requires_grad=True)
+    with Tape():
+        assert (Sequential("net", Quiet(), abs)(x, draw=None).data == 1.0).all()
+        assert Sequential("net", Quiet())(x) is x
+
+
 def test_a_list_is_a_list_of_modules() -> None:
     layers = ModuleList("parts", (Linear(f"parts.{n}", 2, 2) for n in range(3)))
     layers.append(Linear("parts.3", 2, 2))
@@ -67,11 +118,16 @@ def test_a_list_is_a_list_of_modules() -> None:
         layers(1)
 
 
+LOOP = ModuleList("loop")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ModuleList("list", [Relu(), 3]), "list: a int is no module"),
         (lambda: ModuleList("list").append(ops.tanh), "list: a function is no module"),
+        (lambda: LOOP.append(LOOP), "loop: a list does not go into itself"),
+        (lambda: LOOP.append(Sequential("net", ModuleList("inner", [LOOP]))), "loop: a list does not go into itself"),
         (lambda: Sequential("net", 3), "Sequential: a int has no place in it"),
         (lambda: Sequential(Relu(), Relu()), "Sequential: a Relu in the place of its name has no place in it"),
     ],

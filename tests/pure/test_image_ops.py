@@ -15,7 +15,7 @@ from mpitrain.events import listen
 from mpitrain.kernels.reference import convolution
 from mpitrain.kernels.windows import Windows
 from mpitrain.nn import init
-from mpitrain.nn.conv import Conv2d
+from mpitrain.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 
 RNG = np.random.default_rng(11)
 
@@ -311,6 +311,22 @@ def test_initial_filters_keep_the_size_of_activations():
         (lambda: Conv2d("conv", 4, 6, groups=4), "conv: 4 channels and 6 filters do not divide into 4"),
         (lambda: ops.max_pool2d(Tensor(normal(2, 4))), r"max_pool2d: x \(2, 4\) is not \(b, h, w, c\)"),
         (lambda: ops.max_pool2d(Tensor(normal(1, 1, 4, 1))), "2 x 2 pixels does not fit images of 1 x 4"),
+        (
+            lambda: ops.conv2d(Tensor(normal(1, 4, 4, 1)), Tensor(normal(2, 3, 3, 1)), Tensor(normal(3))),
+            "bias .*2 filters",
+        ),
+        (
+            lambda: ops.conv2d(Tensor(normal(1, 4, 4, 1)), Tensor(normal(1, 3, 3, 1)), padding=10**9),
+            "padding 1000000000 x 1000000000 is more than images of 4 x 4",
+        ),
+        (lambda: ops.avg_pool2d(Tensor(np.ones((1, 4, 4, 1), int))), "avg_pool2d: x is int64"),
+        (lambda: Conv2d("conv", 4, 4, (1, 2, 3)), r"conv: kernel \(1, 2, 3\); it is a number from 1"),
+        (lambda: Conv2d("conv", 4, 4, 2.5), "conv: kernel 2.5; it is a number"),
+        (lambda: Conv2d("conv", 4, 4, stride=0), "conv: stride 0; .*from 1 on"),
+        (lambda: Conv2d("conv", 4, 4, padding=-1), "conv: padding -1; .*from 0 on"),
+        (lambda: Conv2d("conv", 4, 4, dilation=0), "conv: dilation 0; .*from 1 on"),
+        (lambda: MaxPool2d("2"), "MaxPool2d: window '2'; .*from 1 on"),
+        (lambda: AvgPool2d(2, stride=0), "AvgPool2d: stride 0; .*from 1 on"),
         (lambda: ops.max_pool2d(Tensor(normal(1, 4, 4, 1)), (2, 2, 2)), r"window \(2, 2, 2\); it is a number"),
     ],
 )

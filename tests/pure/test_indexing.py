@@ -5,6 +5,7 @@ import pytest
 
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.autograd.gradcheck import check
+from mpitrain.errors import ShapeError
 
 X = np.random.default_rng(2).standard_normal((3, 4, 2, 5))
 IDS, PAIR, COLUMN = np.array([2, 0, 2]), np.array([[1, -1, 0], [3, 1, 1]]), np.array([[0], [1]])
@@ -69,6 +70,14 @@ def test_a_tensor_is_walked_by_its_first_dim():
     for scalar in (lambda: len(x.sum()), lambda: list(x.sum())):
         with pytest.raises(TypeError, match="without dims"):
             scalar()
+
+
+def test_a_step_of_0_leads_nowhere():
+    for index in (slice(None, None, 0), (IDS, slice(None, None, 0))):
+        with pytest.raises(
+            ShapeError, match=r"x\[...\] of a tensor of shape \(3, 4, 2, 5\): slice step cannot be zero"
+        ):
+            Tensor(X)[index]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

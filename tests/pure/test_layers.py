@@ -1,11 +1,14 @@
 """Layers: their parameters, their streams, what they compute."""
 
+import copy
+
 import numpy as np
 import pytest
 
 from mpitrain.autograd import Tape, Tensor, ops
 from mpitrain.errors import ConfigError, ShapeError
 from mpitrain.nn import init
+from mpitrain.nn.buffer import Buffer
 from mpitrain.nn.layers import Dropout, Embedding, Gelu, LayerNorm, Linear, Residual
 from mpitrain.nn.loss import count, cross_entropy
 from mpitrain.rng import Draw, keep_mask
@@ -26,6 +29,33 @@ def shapes(layer):
 
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4))
+
+
+def test_a_parameter_without_values_says_what_is_missing():
+    x = Tensor(X, requires_grad=True)
+    late = made(Linear("early", 4, 4))
+    late.added = Linear("late", 4, 4)
+    assert "late.weight" not in repr(late.weight)
+    assert "20 elements here" in repr(late)
+    assert copy.deepcopy(late.added).weight.full_shape == (4, 4)
+    table, statistics = Embedding("table", 7, 4), Buffer("mean", (4,))
+    uses = {
+        "late.weight": [
+            lambda: late.added(late(x)),
+            lambda: x @ late.added.weight,
+            lambda: X * late.added.weight,
+            lambda: X * late.added.weight.data,
+            lambda: np.asarray(late.added.weight.data),
+            lambda: late.added.weight.shape,
+        ],
+        "table.weight": [lambda: table(np.array([1, 2])), lambda: table.weight[1]],
+        "norm.weight": [lambda: LayerNorm("norm", 4)(x)],
+        "mean": [lambda: x - statistics.array],
+    }
+    for name, calls in uses.items():
+        for call in calls:
+            with pytest.raises(ConfigError, match=rf"^{name} has no values yet.\nCall self.materialize\(mesh\) at the"):
+                call()
 
 
 def test_parameters_have_the_layers_path_and_decay_where_they_are_matrices():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import World, world
 from mpitrain.errors import MeshError
+from mpitrain.parallel.tensor import ColumnLinear, RowLinear
+from mpitrain.parallel.vocabulary import VocabularyEmbedding
 from mpitrain.spec import ATOMIC_AXES
 
 AXES = (*ATOMIC_AXES, "dp", "ends")
@@ -175,3 +179,15 @@ def test_the_picture_shows_every_rank_at_its_coordinates() -> None:
     with_experts = str(meshes(8, dp=4, ep=2, cp=2)[6])
     assert "dp 4 (edp 2 x ep 2) x cp 2" in with_experts
     assert "  edp 1 ep 1     6     7" in with_experts
+
+
+def test_a_mesh_in_the_place_of_an_axis_is_told_apart() -> None:
+    mesh = Mesh(world())
+    told = r"a Mesh stands where one of its axes belongs: it has no \w+ of its own.\n.* works over, as mesh.tp"
+    for layer in (ColumnLinear, RowLinear, VocabularyEmbedding):
+        with pytest.raises(MeshError, match=told):
+            layer("a", 4, 6, mesh)  # type: ignore[arg-type]
+    with pytest.raises(MeshError, match=told):
+        mesh.all_reduce(np.ones(2))  # type: ignore[attr-defined]
+    assert not hasattr(mesh, "nothing")
+    assert copy.copy(mesh).tp is mesh.tp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,8 +91,6 @@ def test_a_plan_is_a_function_of_the_settings_alone_and_the_same_for_all_ranks_o
     step = Step(SIZES, 16, 4, pp=4)
     rows = complete("1f1b", ranks=4, microbatches=4)
     budget = planned.of_ranks(step, rows, ["optimizer", "activations"]).total
-    from dataclasses import replace
-
     found = [planned.within(replace(step, pp_rank=rank), rows, budget) for rank in range(4)]
     assert found == found[:1] * 4
 
@@ -101,6 +101,14 @@ def test_a_budget_that_no_plan_keeps_is_refused_with_what_is_needed():
     assert "Offload" not in str(refused.value)  # all of it was tried
     with pytest.raises(ConfigError, match="Offload activations and parameters too"):
         plans(2**20, choices=[["optimizer"]])
+
+
+def test_a_budget_that_the_words_alone_are_too_much_for_names_their_flag():
+    step = Step(replace(SIZES, vocab=10**6), 16, 4)
+    with pytest.raises(ConfigError, match=r"\n99% of the weights belong to the 1,000,000 words: .*--vocab"):
+        plans(2**20, step, [["optimizer"]])
+    with pytest.raises(ConfigError, match=r"larger budget\.$"):
+        plans(2**18, choices=[["optimizer"]])
 
 
 def test_what_is_elsewhere_is_what_is_not_here_any_more():

@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.autograd import Function, Tape, Tensor, ops
 from mpitrain.autograd.lazy import Lazy, Product, RowSum
-from mpitrain.errors import GraphError
+from mpitrain.errors import ConfigError, GraphError
 from mpitrain.events import listen
 from mpitrain.nn.layers import LayerNorm, Linear
 from mpitrain.nn.module import Module
@@ -286,6 +286,68 @@ def test_seeds_must_be_on_the_tape_and_of_the_right_shape():
         y = x * 2.0
     with pytest.raises(GraphError, match=r"shape \(2, 4\) has shape \(4,\)"):
         tape.run_backward([(y, np.ones(4))])
+
+
+def test_seeds_are_pairs_and_what_is_none_leaves_the_tape_as_it_was():
+    x = Tensor(X, requires_grad=True)
+    with Tape() as tape:
+        y = x * 2.0
+        loss = y.sum()
+    wrong = [y, [y], (y, X), [(y, y)], [(y, None)], [(y, 1.0)], [(X, y)], tape.slot(y), [tape.slot(y)]]
+    for seeds in wrong:
+        with pytest.raises(GraphError, match=r"run_backward\(\[\(y, gradient\)\]\)"):
+            tape.run_backward(seeds)
+    assert (tape.run_backward([(loss, 3.0)])[x] == 6.0).all()  # of one number a number is enough
+    with pytest.raises(GraphError, match=r"Record with Tape\(\) as tape, then tape.run_backward"):
+        loss.backward()
+
+
+def test_a_number_as_seed_has_the_precision_of_its_tensor():
+    x = Tensor(X.astype(np.float32), requires_grad=True)
+    with Tape() as tape:
+        loss = x.sum()
+    assert tape.run_backward([(loss, 1.0)])[x].dtype == np.float32
+
+
+class Twice(Function):
+    @staticmethod
+    def forward(x, *, returned):
+        return {"y": 2 * x, "y, x": (2 * x, x), "y, ()": (2 * x, ()), "nothing": None, "three": (x, x, ())}[returned]
+
+    @staticmethod
+    def backward(grad, *, wanted, returned):
+        return 2 * grad
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("y", r"one ndarray of shape \(2, 4\)"),
+        ("y, x", r"a tuple of 2: \(ndarray \(2, 4\), ndarray \(2, 4\)\)"),
+        ("nothing", "None"),
+        ("three", "a tuple of 3"),
+    ],
+)
+def test_a_forward_that_does_not_return_what_it_makes_and_what_it_saves_is_named(returned, told):
+    with pytest.raises(ConfigError, match=rf"Twice.forward returned {told}") as caught:
+        Twice.apply(Tensor(X), returned=returned)
+    assert "return y, (x,) or return y, ()" in str(caught.value)
+
+
+def test_a_backward_that_is_not_one_gradient_an_input_is_named():
+    for inputs, count in ((X, "2 inputs"), (X[:1], "1 input")):  # of one row a row would do
+        two = type("Two", (Twice,), {"forward": lambda *xs: (2 * xs[0], ()), "backward": lambda grad, wanted: 2 * grad})
+        x = Tensor(inputs, requires_grad=True)
+        with Tape() as tape:
+            y = two.apply(*(x, x)[: int(count[0])])
+        with pytest.raises(ConfigError, match=f"Two.backward returned one ndarray .*, but the operation has {count}"):
+            tape.run_backward([(y, inputs)])
+
+
+def test_a_backward_that_is_not_told_what_is_wanted_is_refused_with_its_class():
+    with pytest.raises(ConfigError, match=r"Deaf.backward\(grad, x\) takes no wanted"):
+        type("Deaf", (Function,), {"backward": staticmethod(lambda grad, x: (grad,))})
+    type("Some", (Function,), {"backward": staticmethod(lambda grad, **how: (grad,))})
 
 
 def test_a_weight_that_was_written_between_forward_and_backward_is_refused():

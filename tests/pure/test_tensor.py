@@ -1,5 +1,7 @@
 """What a tensor says of itself, what it is asked, and what it is not mistaken for."""
 
+import operator
+
 import numpy as np
 import pytest
 from half_calls import BFLOAT16, HALVES
@@ -88,6 +90,22 @@ def test_one_element_is_a_number_and_several_are_neither_true_nor_false():
         bool(Tensor(X))
     with pytest.raises(ShapeError, match="neither true nor false"):
         bool(Tensor(X[:0]))
+
+
+@pytest.mark.parametrize("number", [float, int, Tensor.item])
+def test_several_elements_are_not_one_number(number):
+    with pytest.raises(ShapeError, match=r"of shape \(2, 3\) is not one number"):
+        number(Tensor(X.reshape(-1)[:6].reshape(2, 3)))
+
+
+@pytest.mark.parametrize(
+    "ask", [operator.add, operator.mul, operator.truediv, operator.pow, operator.lt, operator.matmul]
+)
+@pytest.mark.parametrize("other", ["a", None, 1j, np.complex64(1), np.array(["a"])], ids=lambda other: repr(other))
+def test_what_is_no_number_is_no_operand(ask, other):
+    for pair in ((Tensor(X), other), (other, Tensor(X))):
+        with pytest.raises(ShapeError, match=r"no operand; it is a tensor, an array or a number"):
+            ask(*pair)
 
 
 def test_no_array_is_made_of_it_without_a_word():

@@ -16,6 +16,7 @@ import numpy as np
 from mpitrain.autograd.function import Function, plain, unbroadcast
 from mpitrain.autograd.lazy import rounded, summed, widened
 from mpitrain.autograd.needs import NEAR
+from mpitrain.autograd.ops.operands import check_operands
 from mpitrain.autograd.ops.single import common_half, in_single
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, is_half, wide
@@ -229,8 +230,10 @@ def _number_as(x: Any, other: Any) -> Any:
 
 
 def _apply(function: type[Function], *operands: Any) -> Tensor:
+    operands = tuple(map(plain, operands))
+    check_operands(function.title(), *operands)
     try:
-        return function.apply(*map(plain, operands))
+        return function.apply(*operands)
     except ValueError as error:
         if isinstance(error, UserError):
             raise

@@ -34,7 +34,7 @@ class Conv2d(Function):
     def forward(
         x: Array, w: Array, b: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int
     ) -> tuple[Array, tuple[Any, ...]]:
-        slide = _slide(x, w, stride, padding, dilation, groups)
+        slide = _slide(x, w, b, stride, padding, dilation, groups)
         return kernels.conv2d(x, w, b, slide, groups), (x, w, slide, x.dtype, None if b is None else b.dtype)
 
     @staticmethod
@@ -81,15 +81,17 @@ class FilterGradient(Lazy):
         kernels.conv2d_filters(self.x, self.grad, self.slide, out, self.groups, add)
 
 
-def _slide(x: Array, w: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Windows:
+def _slide(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Windows:
     """Where the filters stand.
 
     Raises:
-        ShapeError: images and filters do not go together.
+        ShapeError: images, filters and bias do not go together.
     """
     if w.ndim != 4 or (x.ndim == 4 and x.shape[-1] != w.shape[-1] * groups) or len(w) % groups:
         text = "" if groups == 1 else f" in {groups} groups: x has c groups channels, and groups divides out"
         raise ShapeError(f"conv2d: x {x.shape} (b, h, w, c) and w {w.shape} (out, kh, kw, c) do not go together{text}")
+    if b is not None and b.shape != w.shape[:1]:
+        raise ShapeError(f"conv2d: bias {b.shape} does not go with {len(w)} filters, w {w.shape} (out, kh, kw, c)")
     return windows("conv2d", x.shape, w.shape[1:3], stride, padding, dilation)
 
 

@@ -14,7 +14,7 @@ from mpitrain.autograd.ops.reduce import dims_of
 from mpitrain.autograd.ops.shape import Reshape, Transpose
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module
-from mpitrain.errors import ShapeError
+from mpitrain.errors import ShapeError, UserError
 
 
 class Getitem(Function):
@@ -117,7 +117,9 @@ def getitem(x: Tensor, index: Any) -> Tensor:
         if not any(map(_is_array, items)):
             return Getitem.apply(x, index=index)
         return _picked(x, _spelled(x, items))
-    except IndexError as error:
+    except (IndexError, ValueError) as error:  # a slice with a step of 0 is the latter
+        if isinstance(error, UserError):
+            raise
         raise ShapeError(f"x[...] of a tensor of shape {x.shape}: {error}") from None
 
 

@@ -10,6 +10,7 @@ from mpitrain import kernels
 from mpitrain.autograd.function import Function, unbroadcast
 from mpitrain.autograd.lazy import Product, rounded, summed, widened
 from mpitrain.autograd.needs import NEAR
+from mpitrain.autograd.ops.operands import check_operands
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, wide
 from mpitrain.errors import ShapeError
@@ -71,6 +72,7 @@ def matmul(a: Any, b: Any, dtype: Any = None) -> Tensor:
         (..., n, m), without n or m where a vector stood.
 
     Raises:
-        ShapeError: the shapes do not go together, or one is float16 and one bfloat16.
+        ShapeError: the shapes do not go together, one is float16 and one bfloat16, or one is no array.
     """
+    check_operands("matmul", a, b)
     return Matmul.apply(a, b) if dtype is None else Matmul.apply(a, b, dtype=np.dtype(dtype))

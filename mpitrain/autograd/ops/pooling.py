@@ -145,6 +145,8 @@ def avg_pool2d(
         (b, oh, ow, c), as of `max_pool2d`.
 
     Raises:
-        ShapeError: as `max_pool2d`.
+        ShapeError: as `max_pool2d`, or x has integers, whose means have no place among them.
     """
+    if x.dtype.kind in "biu":
+        raise ShapeError(f"avg_pool2d: x is {x.dtype}, and a mean is none of these; cast it, as x.astype(np.float32)")
     return AvgPool2d.apply(x, **_pooled("avg_pool2d", window, stride, padding), count_padding=bool(count_padding))

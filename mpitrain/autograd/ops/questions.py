@@ -18,6 +18,7 @@ import numpy as np
 
 from mpitrain.autograd.function import plain
 from mpitrain.autograd.lazy import rounded, widened
+from mpitrain.autograd.ops.operands import check_operands
 from mpitrain.autograd.ops.reduce import dims_of, some
 from mpitrain.autograd.ops.single import common_half
 from mpitrain.autograd.tensor import Tensor
@@ -27,6 +28,7 @@ from mpitrain.errors import ShapeError
 
 def _ask(name: str, how: Callable[[Any, Any], Any], a: Any, b: Any) -> Array:
     values = [x.data if isinstance(x, Tensor) else plain(x) for x in (a, b)]
+    check_operands(name, *values)
     half = common_half(*values)
     if half is not None:  # a number takes the dtype of the tensor that it meets, here too
         values = [widened(x) if hasattr(x, "dtype") else float(rounded(np.float64(x), half)) for x in values]

@@ -131,10 +131,11 @@ def _read(word: str, tool: Tool, words: list[str]) -> tuple[list[str], Given]:
     given = read_flags(flags, tool.options)
     fewest, most = tool.operands
     if not fewest <= len(paths) <= most or not all(paths):
+        number = f"{len(paths)}" if all(paths) else "an empty one"
         takes = {(1, 1): "one path", (2, 2): "two paths"}.get(tool.operands, f"{fewest} or {most} paths")
         named = f": {' '.join(map(show, paths))}" if paths else ""
         lines = "\n       ".join(f"mpitrain checkpoint {usage}" for usage in tool.usage)
-        raise ConfigError(f"mpitrain checkpoint {word}: takes {takes}, not {len(paths)}{named}.\nusage: {lines}")
+        raise ConfigError(f"mpitrain checkpoint {word}: takes {takes}, not {number}{named}.\nusage: {lines}")
     return paths, {option.name: given.get(option.name, option.default) for option in tool.options}
 
 

@@ -28,6 +28,10 @@ from mpitrain.options import show
 PIECE = 2 * BLOCK
 """Bytes of a tensor that a tool holds at once."""
 
+SAVES = "Train with --save-every N, which saves every N steps and at the end."
+WEIGHTS = ".safetensors"
+"""How names of files of weights end that another tool wrote."""
+
 Rectangle = tuple[slice, ...]
 
 
@@ -66,12 +70,12 @@ class Source:
             if is_run(path):
                 path, notes = _newest(text)
             elif not (path / MANIFEST).exists():
-                raise CheckpointError(
-                    f"{show(text)}: is neither a checkpoint (it has no {MANIFEST}) nor a run (it has no checkpoints/)."
-                )
+                raise CheckpointError(f"{show(text)}: {_what_instead(path)}")
             manifest = read_manifest(path)
             return cls(path, manifest, {name: path / name for name in manifest.files}, tuple(notes))
         head = onefile.read_head(path)
+        if head is None and path.suffix == WEIGHTS:
+            raise CheckpointError(f"{show(text)}: {_what_instead(path.parent)}")
         if head is None:
             raise CheckpointError(
                 f"{show(text)}: is neither a folder nor a file that `mpitrain checkpoint reshard --one-file` wrote.\n"
@@ -138,8 +142,20 @@ def _newest(run: str) -> tuple[Path, list[str]]:
     for place, (folder, wrong) in enumerate(all_):
         if not wrong:
             return folder, [wrong for _, wrong in all_[:place]]
-    reason = f"; the newest is damaged:\n{all_[0][1]}" if all_ else "; it has saved none."
+    reason = f"; the newest is damaged:\n{all_[0][1]}" if all_ else f"; it has saved none.\n{SAVES}"
     raise CheckpointError(f"{show(run)}: has no complete checkpoint{reason}")
+
+
+def _what_instead(folder: Path) -> str:
+    """What a folder is that is neither a checkpoint nor a run with some, and how one comes of it."""
+    if all((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
+        return f"is a run that has saved no checkpoint.\n{SAVES}"
+    if (folder / "config.json").exists() and next(folder.glob(f"*{WEIGHTS}"), None) is not None:
+        return (
+            "holds weights as transformers keeps them.  Make a run of them first:\n"
+            f"mpitrain checkpoint import {show(folder)} OUT"
+        )
+    return f"is neither a checkpoint (it has no {MANIFEST}) nor a run (it has no checkpoints/)."
 
 
 def kind_of(name: str) -> str:

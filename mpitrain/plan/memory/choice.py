@@ -47,12 +47,18 @@ def recomputed_blocks(step: Step, row: Row, checked: Checked, budget: int) -> fr
         following = next(others, None)
         if following is None:
             raise ConfigError(
-                f"--recompute-budget {budget / MIB:g}: rank {step.pp_rank} of pp needs {needed / MIB:,.2f} MiB for its"
+                f"--recompute-budget {_asked(budget)}: rank {step.pp_rank} of pp needs {needed / MIB:,.2f} MiB for its"
                 f" activations with all of its {len(blocks)} blocks made again, {_bytes(step, row, ()) / MIB:,.2f} MiB"
                 " with none.\nTake more --microbatches, more ranks of --tp, --cp or --pp, or a larger budget."
             )
         chosen.add(following)
     return frozenset(chosen)
+
+
+def _asked(budget: int) -> str:
+    """The shortest number of MiB that is so many bytes: what was asked for."""
+    texts = (f"{budget / MIB:.{digits}g}" for digits in range(1, 18))
+    return next(f"{float(text):.15g}" for text in texts if round(float(text) * MIB) == budget)
 
 
 def _bytes(step: Step, row: Row, recomputed: Iterable[str]) -> int:

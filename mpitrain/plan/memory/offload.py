@@ -21,6 +21,7 @@ from typing import NamedTuple
 from mpitrain.backend import is_half
 from mpitrain.errors import ConfigError
 from mpitrain.memory.offload import ALIGNED, LEAST
+from mpitrain.models.sizes import DecoderConfig
 from mpitrain.pipeline.action import Row, Schedule
 from mpitrain.pipeline.check import check
 from mpitrain.pipeline.passes import with_offload, without_backward
@@ -177,8 +178,17 @@ def within(
         f"--memory-budget {budget / MIB:,.1f}MiB cannot be kept: a rank needs {needed / MIB:,.1f} MiB with"
         f" {', '.join(sorted(best.what)) or 'nothing'} offloaded\n({held}).\n"
         f"{more} --recompute full, more --microbatches, more ranks of --tp or --pp (of --dp with --zero 3), or a larger"
-        " budget."
+        f" budget.{_of_words(step.sizes)}"
     )
+
+
+def _of_words(sizes: DecoderConfig) -> str:
+    """What to say where most weights are those of words."""
+    tables = sizes.vocab * sizes.width * (1 if sizes.tied else 2)
+    if 2 * tables <= sizes.num_parameters:
+        return ""
+    share = tables / sizes.num_parameters
+    return f"\n{share:.0%} of the weights belong to the {sizes.vocab:,} words: give fewer, with --vocab or --tokenizer."
 
 
 def _of_all(plans: Sequence[Plan], worst: Plan) -> Plan:
