@@ -19,7 +19,7 @@ from mpitrain.autograd.tensor import Tensor
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.world import world
 from mpitrain.data.tokens import Batch
-from mpitrain.models import gpt, transformer
+from mpitrain.models import decoder, gpt, transformer
 from mpitrain.models.gpt import GPT
 from mpitrain.nn import init as initial
 from mpitrain.optim.versions import Versions
@@ -92,14 +92,11 @@ def _() -> Iterator[None]:
 
 @bug("a rank's chunks are neighbours in place of every p-th", "pp2,interleaved", microbatches=4, layers=4)
 def _() -> Iterator[None]:
-    init = GPT.__init__
+    def neighbours(partition: Any, layers: int, axis: Any) -> tuple[int, ...]:
+        per = partition.stages // axis.size
+        return tuple(range(axis.rank * per, (axis.rank + 1) * per))
 
-    def neighbours(self: GPT, config: Any, mesh: Any, **how: Any) -> None:
-        init(self, config, mesh, **how)
-        per = self.num_stages // mesh.pp.size
-        self.stages = tuple(range(mesh.pp.rank * per, (mesh.pp.rank + 1) * per))
-
-    with put(GPT, "__init__", neighbours):
+    with put(decoder, "stages_here", neighbours):
         yield
 
 
@@ -385,8 +382,8 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     whole = GPT.materialize
 
-    def other(self: GPT, mesh: Any, seed: int = 0, *args: Any) -> None:
-        whole(self, mesh, seed + mesh.coords["pp"], *args)
+    def other(self: GPT, mesh: Any, seed: int = 0, *args: Any, **more: Any) -> None:
+        whole(self, mesh, seed + mesh.coords["pp"], *args, **more)
 
     with put(GPT, "materialize", other):
         yield

@@ -235,8 +235,8 @@ def test_next_goes_over_what_is_within_and_finish_to_its_end():
           1        1  RECV_F0@1  waits for 0: irecv (6, 8, 16) float64 on pp  executor.py:N
         rank 0> to op gelu_tanh
           rank  step  action  what                                           at
-        > 0        1  F1@0    next gelu_tanh (6, 8, 64) (64,)  blocks.0.mlp  transformer.py:N
-          1        1  F0@1    next gelu_tanh (6, 8, 64) (64,)  blocks.1.mlp  transformer.py:N
+        > 0        1  F1@0    next gelu_tanh (6, 8, 64) (64,)  blocks.0.mlp  gpt.py:N
+          1        1  F0@1    next gelu_tanh (6, 8, 64) (64,)  blocks.1.mlp  gpt.py:N
         rank 0> next
           rank  step  action  what                                                at
         > 0        1  F1@0    next linear (6, 8, 64) (64, 16)  blocks.0.mlp.down  tensor.py:N
@@ -283,7 +283,8 @@ def test_breakpoints_are_counted_switched_off_and_gone():
           rank  step  action     what                                                        at
         > 0        1  F0@0       next linear (6,8,16) (16,24) (24,)  blocks.0.attention.qkv  tensor.py:N
           1        1  F0@0       in all_reduce (6, 8, 16) float64 on tp                      sequence.py:N
-          2,3      1  RECV_F0@1  wait for 0,1 (one each): irecv (6, 8, 16) float64 on pp     executor.py:N
+          2        1  RECV_F0@1  after irecv (6, 8, 16) float64 on pp from 0                 executor.py:N
+          3        1  RECV_F0@1  after irecv (6, 8, 16) float64 on pp from 1                 executor.py:N
         rank 0> c
         rank 2, breakpoint 1: action F0@1 rank 2
           rank  step  action     what                                              at
