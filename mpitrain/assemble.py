@@ -20,13 +20,14 @@ from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
 from mpitrain.config import Config
-from mpitrain.config_rules import check_memory, frozen, lr_factors, rope_scaling
+from mpitrain.config_rules import check_memory, frozen, lr_factors
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.memory.gist import Gist
 from mpitrain.memory.policy import Policy
+from mpitrain.model_rules import rope_scaling
 from mpitrain.models.decoder import Decoder
 from mpitrain.models.families import build
 from mpitrain.models.gpt import GPTConfig

@@ -175,8 +175,8 @@ class Decoder(Module):
         self.materialize(mesh, seed, dtype, xp, zero, home, start=start)
         gather_units(self, mesh, prefetch)
         if self.rotary is not None:  # before the first step, so that it is known what a rank holds
-            here = self.positions_here
-            self._turns(config.seq_len if here is None else len(here), here)
+            places = self.positions_here
+            self._turns(config.seq_len if places is None else len(places), places)
 
     @property
     def _has_first(self) -> bool:

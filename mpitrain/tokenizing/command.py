@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,6 @@ from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
 
-UNREAD = 128 + signal.SIGPIPE  # exit code, as shells have it
 MEASURED = 4 << 20  # bytes of a text that are encoded to learn how many a word stands for
 LONGEST = 8  # words that are shown
 WIDTH = 96  # columns of a text that is shown in words
@@ -57,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         argv: words behind `tokenizer`.
 
     Returns:
-        0; 141 if whoever read the output is gone (`| head`).
+        0.
 
     Raises:
         UserError: the command line, the text or the file is wrong, or the library is not installed.
@@ -75,12 +72,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text(title, {option.name: option for option in options}, {options[0].name: "Options"}))
         return 0
     paths, given = _parted(words, options)
-    try:
-        run(paths, given)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the end
-        return UNREAD
+    run(paths, given)
     return 0
 
 

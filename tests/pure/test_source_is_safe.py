@@ -39,7 +39,6 @@ WRITES = {
     "mpitrain/metrics/table.py": "a draft beside metrics.csv, made by disk",
     "mpitrain/cli.py": "/dev/null",
     "mpitrain/generation/command.py": "/dev/null",
-    "mpitrain/tokenizing/command.py": "/dev/null",
     "mpitrain/comm/arrival.py": "a note of who speaks, O_EXCL",
     "mpitrain/comm/board_file.py": "the flight board, O_EXCL, random name",
     "mpitrain/comm/copies.py": "copies of the board, O_NOFOLLOW",
