@@ -1,7 +1,8 @@
 """Fused numerics: arrays in, fresh arrays out, no tensor and no tape.
 
-Each kernel passes over memory as few times as its mathematics allows, and exists twice: `reference` is NumPy that reads
-like the formula, `compiled` hands the arrays to C, which was built once for each level of CPU:
+Each kernel passes over memory as few times as its mathematics allows, and exists three times: `reference` is NumPy that
+reads like the formula, `cuda` launches CUDA for arrays on a GPU, `compiled` hands the arrays to C, which was built once
+for each level of CPU:
 
     numpy        the references
     baseline     any CPU of the architecture
@@ -10,14 +11,17 @@ like the formula, `compiled` hands the arrays to C, which was built once for eac
 
 The names below are what everybody calls.  Which version stands behind them is decided here and nowhere else, by
 `select`, for the whole process: at import the level that the environment variable MPITRAIN_KERNELS names, or else the
-best that this CPU runs.  Levels round differently, so ranks agree on one before they train.
+best that this CPU runs.  Levels round differently, so ranks agree on one before they train.  Arrays on a GPU, once
+`serve` was called, take CUDA at every level but `numpy`, where CuPy computes the formulas of the references.
 
 All kernels take float16, bfloat16, float32 and float64 (the update alone no halves).  Half precision is storage only:
 what a kernel gives is that of the same numbers in float32, rounded once; statistics and sums over rows stay float32.
 """
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.kernels import reference
@@ -98,6 +102,7 @@ __all__ = [
     "rotary_unpack",
     "row_sum",
     "select",
+    "serve",
     "softmax",
     "softmax_backward",
     "sum_of_squares",
@@ -119,6 +124,7 @@ except ImportError:  # installed without a C compiler
 
 _level = "numpy"
 _chosen: str | None = None  # by `select`; None: as the environment has it
+_device: Any = None  # the array module of devices, once there are some
 
 
 def levels() -> list[str]:
@@ -164,6 +170,17 @@ def select(name: str | None) -> None:
         use(wanted())
 
 
+def serve(xp: Any) -> None:
+    """Have kernels take arrays of a device, too, from now on.
+
+    Args:
+        xp: their module, cupy; None: no longer.
+    """
+    global _device
+    _device = xp
+    use(_level)
+
+
 def use(name: str) -> None:
     """As `select`, but what ranks agree on later may be another level."""
     global _level
@@ -172,9 +189,27 @@ def use(name: str) -> None:
     if name != "numpy":
         compiled.use(name)
     for kernel in reference.__all__:
-        fast = getattr(compiled, kernel, None) if name != "numpy" else None
-        globals()[kernel] = fast or getattr(reference, kernel)
+        host = getattr(compiled, kernel, None) if name != "numpy" else None
+        globals()[kernel] = _for_devices(kernel, host or getattr(reference, kernel), name)
     _level = name
+
+
+def _for_devices(kernel: str, host: Callable[..., Any], level: str) -> Callable[..., Any]:
+    """The kernel as it is where there are devices: what its first argument is decides."""
+    if _device is None or level == "numpy":
+        return host
+    from mpitrain.kernels import cuda
+
+    device = getattr(cuda, kernel, None)
+    if device is None:
+        return host
+    its_array = _device.ndarray
+
+    @functools.wraps(host)
+    def either(first: Any, *others: Any, **named: Any) -> Any:
+        return (device if isinstance(first, its_array) else host)(first, *others, **named)
+
+    return either
 
 
 def common(names: Iterable[str]) -> str:
