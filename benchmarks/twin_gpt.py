@@ -7,6 +7,7 @@ What differs is only how they lie: PyTorch keeps a linear weight as (out, in), a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,11 @@ Twin = TwinGPT
 def load_initial_values(twin: TwinGPT, config: GPTConfig, seed: int, dtype: Any = np.float32) -> None:
     """Give the twin the initial values of `GPT(config, seed=seed)` in that dtype."""
     twin.to(getattr(torch, np.dtype(dtype).name))
-    values = {p.name: p.data for p in GPT(config, Mesh(world()), seed=seed, dtype=dtype).parameters()}
+    load_values(twin, config, {p.name: p.data for p in GPT(config, Mesh(world()), seed=seed, dtype=dtype).parameters()})
+
+
+def load_values(twin: TwinGPT, config: GPTConfig, values: Mapping[str, Any]) -> None:
+    """Give the twin the values of mpitrain's parameters, by name."""
     parameters = dict(twin.named_parameters())
     assert parameters.keys() == values.keys(), parameters.keys() ^ values.keys()
     linear = _linear_weights(twin)

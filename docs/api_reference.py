@@ -104,8 +104,9 @@ PAGES: dict[str, Page] = {
     ),
     "ranks": Page(
         "Ranks and messages",
-        "The surrounding world, its mesh of axes, and a communicator for each ([the verbs](../collectives.md)).",
-        ("comm.world", "comm.local", "comm.mesh", "comm.communicator", "spec"),
+        "The surrounding world, its mesh of axes, the device of each rank, and a communicator for each axis"
+        " ([the verbs](../collectives.md)).",
+        ("comm.world", "comm.local", "comm.mesh", "comm.devices", "device", "comm.communicator", "spec"),
     ),
     "looking": Page(
         "Looking at a run",

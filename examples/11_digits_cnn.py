@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 
 from mpitrain.autograd import Tape
+from mpitrain.comm.devices import device_of_rank
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import world
 from mpitrain.data.digits import digits
 from mpitrain.data.images import Images
+from mpitrain.device import DEVICES
 from mpitrain.memory.gist import Gist
 from mpitrain.models.cnn import CNN, accuracy
 from mpitrain.optim import Sgd
@@ -44,9 +46,10 @@ POLICIES = {"none": None, "lossless": Gist(), **{str(bits): Gist(bits=bits) for 
 
 def start(images: Images, args: argparse.Namespace, pp: int, dtype: Any) -> Executor:
     """The network on the surrounding ranks, and what trains it."""
+    xp = device_of_rank(world(), args.device).xp
     mesh = Mesh(world(), pp=pp)
     norms = {"batch_norm": args.batch_norm, "per_microbatch": args.per_microbatch}
-    model = CNN(mesh, images.shape, groups=((16, 32), (64,)), classes=10, seed=args.seed, dtype=dtype, **norms)
+    model = CNN(mesh, images.shape, groups=((16, 32), (64,)), classes=10, seed=args.seed, dtype=dtype, xp=xp, **norms)
     optimizer = Sgd(model.parameters(), lr=PEAK, momentum=0.9, weight_decay=1e-3)
     per_epoch = images.order(BATCH).steps_per_epoch
     rows = complete("1f1b", ranks=pp, microbatches=args.microbatches)
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument("--per-microbatch", action="store_true", help="... over each micro-batch by itself")
     parser.add_argument("--epochs", type=int, default=16, help="how often each image is seen")
     parser.add_argument("--gist", choices=POLICIES, default="none", help="how activations wait for backward")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="what computes; cuda: a GPU for each rank")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order")
     args = parser.parse_args()
 

@@ -19,6 +19,7 @@ _HOMES = {
     "world": "comm.world",  # the ranks, whoever started them
     "LocalWorld": "comm.local",
     "Mesh": "comm.mesh",  # named axes of ranks
+    "device_of_rank": "comm.devices",  # the CPU, or its GPU
     "Communicator": "comm.communicator",
     "Tensor": "autograd",
     "Tape": "autograd",

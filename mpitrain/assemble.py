@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.backend import dtype_of
+from mpitrain.comm.devices import memory_of
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
@@ -24,6 +25,7 @@ from mpitrain.config_rules import check_memory, frozen, lr_factors
 from mpitrain.data import corpus as corpora
 from mpitrain.data.corpus import Corpus
 from mpitrain.data.tokenizer import Tokenizer
+from mpitrain.device import CPU, Device
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.memory.gist import Gist
 from mpitrain.memory.policy import Policy
@@ -151,20 +153,19 @@ def sizes_of(config: Config, vocab: int) -> DecoderConfig:
     return sizes
 
 
-def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> Decoder:
-    """The model with its initial values.
+def build_model(config: Config, corpus: Corpus, mesh: Mesh, device: Device = CPU) -> Decoder:
+    """The model with its initial values, on the device of this rank.
 
     Raises:
-        ConfigError: it cannot fit into this host's memory.
+        ConfigError: it cannot fit into the memory of this host or device.
     """
     sizes = sizes_of(config, corpus.vocab_size)
     dtype = together(mesh.world, lambda: dtype_of(config.dtype))  # a host may lack bfloat16
-    partition = build_partition(config, sizes, mesh)
-    here = mesh.world.exchange(mesh.world.host).count(mesh.world.host)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    counts = sizes.num_parameters, mesh.dp.size, here, memory, sizes.num_expert_parameters
-    together(mesh.world, lambda: check_memory(config, *counts))
-    like = np.empty(0, dtype)
+    partition = build_partition(config, sizes, mesh, device.xp)
+    memory = memory_of(mesh.world, device)
+    counts = sizes.num_parameters, mesh.dp.size, sizes.num_expert_parameters
+    together(mesh.world, lambda: check_memory(config, *counts, *memory))
+    like = device.xp.empty(0, dtype)
     overlapping = SCHEDULES[config.schedule_name].versions is not None
     rows = complete_rows(config, 2 * config.pp if overlapping else 1)
     elsewhere = build_elsewhere(config, _step_of(config, mesh, sizes, dtype, partition), rows, mesh, like)
@@ -178,6 +179,7 @@ def build_model(config: Config, corpus: Corpus, mesh: Mesh) -> Decoder:
         partition=partition,
         seed=config.seed,
         dtype=dtype,
+        xp=device.xp,
         keep_scores=config.recompute == "none",
         scales=BlockScaler(branches(config.layers)) if config.scaling == "blocks" else None,
         zero=3 if has_parameters else config.zero,
@@ -256,11 +258,11 @@ def _step_of(config: Config, mesh: Mesh, sizes: DecoderConfig, dtype: Any, parti
     )
 
 
-def build_partition(config: Config, sizes: DecoderConfig, mesh: Mesh) -> Partition:
+def build_partition(config: Config, sizes: DecoderConfig, mesh: Mesh, xp: Any = np) -> Partition:
     """Which blocks are on which stage: as given, or so that the most expensive stage costs least.
 
     What a stage costs is its number of blocks, its parameters, its operations, or the time of its parts as rank 0
-    measures them; all ranks get the same answer.
+    measures them, with arrays of `xp`; all ranks get the same answer.
     """
     stages = config.pp * config.num_chunks
     blocks: Sequence[float] = [1.0] * sizes.layers
@@ -278,7 +280,7 @@ def build_partition(config: Config, sizes: DecoderConfig, mesh: Mesh) -> Partiti
             if mesh.world.rank == 0:
                 dtype = dtype_of(config.dtype)
                 found = heard(
-                    "costs of stages", lambda: measured_costs(sizes, rows, dtype, config.seed, ep=mesh.ep.size)
+                    "costs of stages", lambda: measured_costs(sizes, rows, dtype, config.seed, xp, mesh.ep.size)
                 )
             embedding, blocks, head = mesh.world.exchange(found)[0]
     return balance(blocks, stages, first=embedding, last=head)

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,30 @@ def to_device(array: Array, like: Array) -> Array:
     """The same values where `like` lives: itself where it lives there, else a copy on the device."""
     xp = array_module(like)
     return array if xp is np else xp.asarray(array)
+
+
+def at_hand(array: Array) -> bool:
+    """Whether the host may look at the values at no cost; for those on a device it would have to wait.
+
+    For checks of what was given, and for work that may be left out.  What is computed must not depend on it.
+    """
+    return array_module(array) is np
+
+
+def address(array: Array) -> int:
+    """Where the first element lies in the memory of its device."""
+    about = array.__array_interface__ if isinstance(array, np.ndarray) else array.__cuda_array_interface__
+    return int(about["data"][0])
+
+
+def floats(numbers: Sequence[Any]) -> list[float]:
+    """Numbers, and lists of them, one after the other; or arrays on a device, which is waited for once."""
+    flat = [x for number in numbers for x in (number if isinstance(number, list) else (number,))]
+    xp = array_module(*flat)
+    if xp is np:
+        return [float(x) for x in flat]
+    found: list[float] = to_host(xp.concatenate([x.reshape(-1) for x in flat])).tolist()
+    return found
 
 
 class Pool:

@@ -23,6 +23,7 @@ from mpitrain import disk
 from mpitrain.backend import DTYPES
 from mpitrain.catalog import MODELS, OF_MODEL, family_of
 from mpitrain.config_rules import OF_REDUCERS, check_settings
+from mpitrain.device import DEVICES
 from mpitrain.errors import ConfigError
 from mpitrain.options import (
     Interval,
@@ -56,6 +57,8 @@ CONTEXT_KINDS = ("ring", "ulysses", "rsa")
 RECOMPUTES = ("none", "selective", "full")
 GISTS = ("lossless", "16", "10", "8")
 """How what is saved for backward may be encoded: without loss, or also rounded to so many bits."""
+DEVICE_MESSAGES = ("auto", "staged", "mpi", "nccl")
+"""How arrays of devices travel (`mpitrain.comm.device_messages`), the default first."""
 REDUCERS = ("flat", "bucketed", "powersgd", "stale", "local")
 """How gradients are summed over ranks, the default first."""
 SCALINGS = ("none", "dynamic", "static", "blocks")
@@ -323,6 +326,13 @@ class Config:
     stale_workers: bool = switch(False, "stale: each worker comes late by its own number of steps, at most --staleness")
     local_steps: int = whole(8, "local: steps after which workers average their weights", 1, 10**9, metavar="H")
     average_moments: bool = switch(False, "local: the optimizer's moments are averaged, too")
+    device: str = choice("cpu", "what computes: the CPU, or for each rank a GPU of its host, by CuPy", DEVICES)
+    device_messages: str = choice(
+        "auto",
+        "how arrays of GPUs travel: through page-locked memory of the host, by an MPI that takes them as they are, or"
+        " by NCCL; auto asks the MPI, and takes it where it has passed a probe",
+        DEVICE_MESSAGES,
+    )
     deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")
     check: bool = switch(False, "check every message, and of every value the state and that it is finite, at some cost")
     check_replicas: int = whole(

@@ -595,7 +595,7 @@ def _check_sequence(config: Config) -> None:
 
 
 def check_memory(
-    config: Config, num_parameters: int, dp: int, ranks_on_host: int, host_bytes: int, of_experts: int = 0
+    config: Config, num_parameters: int, dp: int, of_experts: int, memory: int, ranks: int, of_device: bool = False
 ) -> None:
     """Refuse a model that certainly does not fit, before anything is allocated.
 
@@ -606,12 +606,13 @@ def check_memory(
         config: the settings.
         num_parameters: of the whole model.
         dp: ranks over which the batch is divided.
-        ranks_on_host: ranks that share `host_bytes` of memory.
-        host_bytes: memory of the host.
         of_experts: parameters among them that are weights of experts, which ep divides.
+        memory: bytes of the host, or of a device.
+        ranks: how many share them.
+        of_device: whether they are a device's, which all leaves that is offloaded.
 
     Raises:
-        ConfigError: it needs more than the host has.
+        ConfigError: it needs more than there is.
     """
     size = 8 if config.dtype == "float64" else 4  # of masters, gradients and moments
     stored = 2 if config.dtype in ("float16", "bfloat16") else size
@@ -623,22 +624,23 @@ def check_memory(
     whole = [stored * (config.zero < 3), size * (config.zero < 2), (masters + moments * size) * (config.zero < 1)]
     cut = stored + size + masters + moments * size - sum(whole)  # bytes a weight of which ranks keep rows
     weights = 0
-    for held, ranks in (
+    for held, parts in (
         (num_parameters - of_experts, dp * config.cp),
         (of_experts // config.ep, dp // config.ep * config.cp),
     ):
-        weights += (sum(whole) * held + cut * held // ranks) // (config.tp * config.pp)
+        weights += (sum(whole) * held + cut * held // parts) // (config.tp * config.pp)
     stream = config.cp * (config.tp if config.sequence_parallel else 1)  # ranks over which it is cut
     activations = rows * config.seq_len * config.width * config.layers * stored // (stream * config.pp)
-    if config.offload_to != "host" and (config.offloads or config.memory_budget is not None):
-        return  # most of it will be on a disk
-    needed = (weights + activations) * ranks_on_host
-    if needed > host_bytes:
+    if (of_device or config.offload_to != "host") and (config.offloads or config.memory_budget is not None):
+        return  # most of it will be elsewhere
+    needed = (weights + activations) * ranks
+    if needed > memory:
+        place = "their device" if of_device else "this machine"
         drops_zero = config.pp > 1 and config.schedule.startswith("pipedream")
         experts = "" if config.experts is None else f" --experts {config.experts}"
         raise ConfigError(
             f"--layers {config.layers} --width {config.width} --seq-len {config.seq_len} --batch {config.batch}"
-            f"{experts}: {num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks_on_host} ranks,\n"
-            f"but this machine has {host_bytes / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches"
+            f"{experts}: {num_parameters} parameters need at least {needed / 2**30:.1f} GiB on {ranks} ranks,\n"
+            f"but {place} has {memory / 2**30:.1f} GiB.  Choose smaller sizes, or more --microbatches"
             + (", or --zero 3." if dp * config.cp > 1 and config.zero < 3 and not drops_zero else ".")
         )

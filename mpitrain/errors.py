@@ -28,6 +28,10 @@ class LaunchError(UserError):
     """The job was started in a way that cannot work: wrong mpirun, missing ranks."""
 
 
+class DeviceError(UserError):
+    """The device that was asked for is not here, or cannot be used."""
+
+
 class MeshError(UserError):
     """The layout does not fit the ranks."""
 

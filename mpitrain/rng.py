@@ -296,7 +296,7 @@ class Draw(NamedTuple):
 
         A stream serves one op: two ops with the same stream draw the same numbers.
         """
-        return absorb(self._samples(stream)[:, None], self.positions[None, :])
+        return self._hashes(stream, self.positions)
 
     def attention_rows(self, stream: str, heads: int | Array, positions: Array | None = None) -> Array:
         """One hash for each sample, head and query; the columns are the keys.
@@ -312,8 +312,7 @@ class Draw(NamedTuple):
         if isinstance(heads, int):
             heads = array_module(self.places).arange(heads)
         queries = self.positions if positions is None else positions
-        per_head = absorb(self._samples(stream)[:, None], heads[None, :])
-        return absorb(per_head[:, :, None], queries[None, None, :])
+        return self._hashes(stream, heads, queries)
 
     def select(self, samples: slice) -> Draw:
         """The draw of some of the samples: the same numbers as theirs in the whole."""
@@ -323,5 +322,7 @@ class Draw(NamedTuple):
         """The draw of some of the positions: the same numbers as theirs in the whole."""
         return self._replace(positions=self.positions[positions])
 
-    def _samples(self, stream: str) -> Array:
-        return absorb(stream_key(self.seed, stream, self.step), self.places)
+    def _hashes(self, stream: str, *numbers: Array) -> Array:
+        from mpitrain.kernels import hash_rows  # here: kernels are made of this module
+
+        return hash_rows(self.places, stream_key(self.seed, stream, self.step), *numbers)

@@ -10,10 +10,12 @@ from mpitrain import kernels
 from mpitrain.assemble import build_rows, compression, step_of
 from mpitrain.backend import is_half
 from mpitrain.comm.mesh import Mesh
+from mpitrain.comm.world import World
 from mpitrain.config import Config
 from mpitrain.config_rules import ASYNCHRONOUS
 from mpitrain.data.packing import PackedTokens
 from mpitrain.data.tokens import Tokens
+from mpitrain.device import CPU, Device
 from mpitrain.faults import plan
 from mpitrain.metrics.sinks import files
 from mpitrain.models.decoder import Decoder
@@ -32,7 +34,9 @@ MUCH_IDLE = 0.25  # of a step, from which on the start block says what helps
 IDLE_OVER = 16  # batches of an asynchronous schedule over which its idle time is told
 
 
-def facts(config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Path) -> list[tuple[str, str]]:
+def facts(
+    config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Path, device: Device = CPU
+) -> list[tuple[str, str]]:
     """Labels and values, in the order in which they are printed."""
     world, corpus = mesh.world, tokens.corpus
     grid = str(mesh).splitlines()[0].removeprefix(f"mesh of {world.size} ranks: ")
@@ -55,14 +59,12 @@ def facts(config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Pa
         ("batch", f"{config.batch} sequences, {config.batch // mesh.dp.size} a rank{micro}"),
         *([("pipeline", _pipeline(config, mesh, model))] if mesh.pp.size > 1 else []),
         ("mesh", ", ".join([grid.removeprefix("mesh of 1 rank: "), *_cuts(config, mesh)])),
-        (
-            "kernels",
-            kernels.level() if len(kernels.levels()) > 1 else "NumPy only, slower (mpitrain doctor says what to do)",
-        ),
+        *([("device", str(device))] if device.kind != "cpu" else []),
+        ("kernels", _kernels(device)),
         ("ranks", f"{world.size} on {_cores()}, {blas_threads()} BLAS thread each"),
         (
             "messages",
-            "; ".join(filter(None, (world.library, f"{config.reducer} sums {sums}", world.progress)))
+            "; ".join(filter(None, (world.library, f"{config.reducer} sums {sums}", world.progress, _arrays(world))))
             if world.size > 1
             else "none: one rank",
         ),
@@ -77,6 +79,19 @@ def facts(config: Config, mesh: Mesh, model: Decoder, tokens: Tokens, folder: Pa
         *([("metrics", ", ".join(("metrics.jsonl", *files(config.sinks))))] if config.sinks else []),
         ("run", str(folder)),
     ]
+
+
+def _arrays(world: World) -> str:
+    """How arrays of devices travel, where there are any."""
+    return f"arrays of devices go {world.device_messages}" if world.device_messages else ""
+
+
+def _kernels(device: Device) -> str:
+    """What computes: the level on the host, and on a device its own kernels or CuPy by the formulas."""
+    host = kernels.level() if len(kernels.levels()) > 1 else "NumPy only, slower (mpitrain doctor says what to do)"
+    if device.kind == "cpu":
+        return host
+    return f"{'CUDA' if kernels.serves_devices() else 'formulas'} on the device; on the host {host}"
 
 
 def _frozen(config: Config, mesh: Mesh, model: Decoder) -> str:

@@ -33,6 +33,8 @@ from mpitrain.assemble import (
 from mpitrain.checkpoint.saving import versions
 from mpitrain.checkpoint.tools.source import Source
 from mpitrain.clock import Clock, seconds
+from mpitrain.comm.device_messages import use_device_messages
+from mpitrain.comm.devices import device_of_rank
 from mpitrain.comm.launcher import is_first
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
@@ -48,7 +50,8 @@ from mpitrain.debug.memory import MemoryLedger
 from mpitrain.debug.states import StateChecker
 from mpitrain.debug.trace import files as traces
 from mpitrain.debug.trace.tracing import tracing
-from mpitrain.errors import ConfigError, MeshError
+from mpitrain.device import CPU, GIB, Device
+from mpitrain.errors import ConfigError, DeviceError, MeshError
 from mpitrain.events import listen
 from mpitrain.keep import Keeper, settings_of
 from mpitrain.memory_table import Found, found_here, largest_of_ranks, of_blocks
@@ -132,10 +135,12 @@ def _start(ranks: World, config: Config, flags: list[str], began: float) -> int:
         origin = find_weights(config.init, ranks)
     if config.resume is not None or origin is not None:
         config = together(ranks, lambda: settings_of(flags, found[0] if found else None, origin)) or config
+    device = device_of_rank(ranks, config.device)
+    use_device_messages(ranks, config.device_messages, device)
     mesh = _mesh(ranks, config, found, flags)
     check_layout(config, mesh.dp.size)
     with hear_signal() as request:
-        stopped = Training(config, mesh, found, began, request, origin).run()
+        stopped = Training(config, mesh, found, began, request, origin, device).run()
     return STOPPED_CODE if stopped else 0
 
 
@@ -165,6 +170,7 @@ class Training:
         began: when the process began, by `time.perf_counter`.
         request: whether somebody asks the process to stop.
         origin: the checkpoint whose weights a run begins with; None: it draws its own, or goes on.
+        device: of this rank.
 
     Raises:
         UserError: on every rank, before the first step.
@@ -178,8 +184,10 @@ class Training:
         began: float,
         request: Request | None = None,
         origin: Source | None = None,
+        device: Device = CPU,
     ) -> None:
         self.config = config
+        self.device = device
         self.mesh = mesh
         self.found = found
         self.origin = origin
@@ -193,7 +201,7 @@ class Training:
         self.tokenizer = tokenizer_of(config, self.world, found, beside)
         self.corpus: Corpus = read_corpus(config, self.world, self.tokenizer, self._say)
         self.tokens = (PackedTokens if config.pack else Tokens)(self.corpus, config.seq_len, config.seed)
-        self.model: Decoder = build_model(config, self.corpus, mesh)
+        self.model: Decoder = build_model(config, self.corpus, mesh, device)
         check_groups(parameter_groups(config), [p.name for p in self.model.parameters()], self.world)
         if origin is not None:
             check_fit(self.model, origin, self.world)
@@ -217,6 +225,14 @@ class Training:
         """
         try:
             return self._run()
+        except MemoryError as error:
+            if self.device.kind == "cpu":
+                raise
+            raise DeviceError(
+                f"rank {self.world.rank}: the device has no memory left: {str(error).splitlines()[0]}\n"
+                "Take more --microbatches, --recompute full, --zero 3 or --offload optimizer; nvidia-smi shows who"
+                " else is on it."
+            ) from error
         finally:
             if self._lock is not None:
                 os.close(self._lock)
@@ -225,7 +241,7 @@ class Training:
 
     def _run(self) -> bool:
         if self.reports:
-            block = facts(self.config, self.mesh, self.model, self.tokens, self.folder)
+            block = facts(self.config, self.mesh, self.model, self.tokens, self.folder, self.device)
             self.terminal.heading(start_block("mpitrain", block))
         steps = self._fixed_steps()
         with self._traced():
@@ -376,6 +392,7 @@ class Training:
             loss_scale=scale,
             skipped=skipped,
             memory_peak_bytes=peaks,
+            device_memory_bytes=self.device.held(),
             **for_metrics(of_model(report.counted, report.rows)),
         )
         self.skipped += report.skipped
@@ -433,6 +450,9 @@ class Training:
         if self.corpus.tokenizer is not None and self._val_loss is not None:
             bits = self.corpus.bits_per_byte(self._val_loss, val=True)
             self._say(f"validation loss {self._val_loss:.4f} nats a token, {bits or math.nan:.4f} bits a byte")
+        held = self.device.held()
+        if held is not None:
+            self._say(f"device memory {held / GIB:.2f} GiB of {self.device.memory / GIB:.1f} on this rank")
         report, routing = self.executor.report, self.config.routing
         if report is not None and routing is not None:
             self._say(f"experts of the last step: {in_words(of_model(report.counted, report.rows), routing)}")

@@ -208,7 +208,7 @@ def _() -> Iterator[None]:
     make = Update.make
 
     def doubled(self: Update, number: int, measured: Any) -> Any:
-        return make(self, number, measured._replace(loss=2 * measured.loss))
+        return make(self, number, measured._replace(losses=[2 * loss for loss in measured.losses]))
 
     with put(Update, "make", doubled):
         yield

@@ -8,7 +8,7 @@ also against the library as it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from mpitrain.autograd.ops import branch
 from mpitrain.autograd.ops.fused import LayerNorm
 from mpitrain.nn.parameter import Flat, Parameter
 from mpitrain.nn.share import CutFlat
-from mpitrain.optim import adam
+from mpitrain.optim.adam import AdamW
 from mpitrain.optim.elementwise import Elementwise
+from mpitrain.optim.runs import Run
 from mpitrain.optim.scaler import LossScaler
 from mpitrain.parallel import data
 from mpitrain.pipeline.update import Update
@@ -153,8 +154,13 @@ def _() -> Iterator[None]:
 
 @of_halves("AdamW's epsilon is a half", "no gradient")
 def _() -> Iterator[None]:
-    whole = adam.update
-    with put(adam, "update", lambda p, g, s, hyper: whole(p, g, s, hyper._replace(eps=float(np.float16(hyper.eps))))):
+    whole = AdamW._update_runs
+
+    def in_half(self: AdamW, runs: Sequence[Run], lr: float) -> None:
+        self.eps = float(np.float16(self.eps))
+        whole(self, runs, lr)
+
+    with put(AdamW, "_update_runs", in_half):
         yield
 
 
@@ -211,8 +217,8 @@ def _() -> Iterator[None]:
 def _() -> Iterator[None]:
     whole = Update._measure
 
-    def blind(self: Update, inverses: Any) -> Any:
-        mine = whole(self, inverses)
+    def blind(self: Update, inverses: Any, losses: Any = ()) -> Any:
+        mine = whole(self, inverses, losses)
         mine[2:-1] = 0.0
         return mine
 

@@ -324,7 +324,7 @@ def _() -> Iterator[None]:
 @bug("the norm is that of scaled gradients", "tp2", "T28.3", clip=0.01, **SCALED)
 def _() -> Iterator[None]:
     whole = Update._measure
-    with put(Update, "_measure", lambda self, inverses: whole(self, [1.0] * len(inverses))):
+    with put(Update, "_measure", lambda self, inverses, *of: whole(self, [1.0] * len(inverses), *of)):
         yield
 
 
@@ -430,8 +430,8 @@ def _() -> Iterator[None]:
         ]
         finish(self)
 
-    def measured(self: Update, inverses: Any) -> Any:
-        mine = measure(self, inverses)
+    def measured(self: Update, inverses: Any, *losses: Any) -> Any:
+        mine = measure(self, inverses, *losses)
         mine[2:-1] = any(early[world().rank])
         return mine
 
@@ -658,7 +658,7 @@ def _() -> Iterator[None]:
 @bug("squares in the norm are divided by the scale once", "dp2", "T28.3", clip=0.01, **BLOCKS)
 def _() -> Iterator[None]:
     whole = Update._measure
-    with put(Update, "_measure", lambda self, inverses: whole(self, [np.sqrt(each) for each in inverses])):
+    with put(Update, "_measure", lambda self, inverses, *of: whole(self, [*map(np.sqrt, inverses)], *of)):
         yield
 
 

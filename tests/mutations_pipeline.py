@@ -278,7 +278,7 @@ def _() -> Iterator[None]:
     whole = Executor._forward
 
     def last(self: Executor, action: Action, run: Any) -> None:
-        run.losses[0] = 0.0
+        run.losses[0] = []
         whole(self, action, run)
 
     with put(Executor, "_forward", last):

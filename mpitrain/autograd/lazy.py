@@ -68,10 +68,7 @@ class Product(Lazy):
         return kernels.matmul(self.a, self.b, dtype=wide(self.dtype))
 
     def write(self, out: Array, add: bool) -> None:
-        if add:
-            out += self.unrounded()
-        else:
-            kernels.matmul(self.a, self.b, out=out)
+        kernels.matmul(self.a, self.b, out=out, add=add)
 
 
 @dataclass(frozen=True)
@@ -95,13 +92,10 @@ class GroupedProduct(Lazy):
     def write(self, out: Array, add: bool) -> None:
         for group, rows in enumerate(groups(self.counts)):
             a, b = self.a[rows].T, self.b[rows]
-            if not self.counts[group]:
-                if not add:
-                    out[group] = 0
-            elif add:
-                out[group] += kernels.matmul(a, b, dtype=wide(self.dtype))
-            else:
-                kernels.matmul(a, b, out=out[group])
+            if self.counts[group]:
+                kernels.matmul(a, b, out=out[group], add=add)
+            elif not add:
+                out[group] = 0
 
 
 def groups(counts: Sequence[int]) -> Iterator[slice]:
@@ -119,7 +113,7 @@ class RowSum(Lazy):
     Repeated ids add up, in the order in which they stand, so the result is the same on every run.
     """
 
-    ids: Array  # (n,) int64
+    ids: Array  # (n,) int64; a negative one is nobody's
     rows: Array  # (n, m), of the table's dtype or wider
     shape: tuple[int, int]  # of the table
     of: Any = None  # the table's dtype; None: that of the rows

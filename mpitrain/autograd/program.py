@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpitrain.autograd.tape import TAPE
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array
+from mpitrain.backend import Array, address
 from mpitrain.events import OP_LISTENERS, Event, listen
 
 
@@ -114,10 +112,9 @@ def _is(x: Any, made: Array) -> bool:
     """Whether what was made is the input, under another name."""
     if made is x:
         return True
-    if type(x) is not np.ndarray or type(made) is not np.ndarray or x.size == 0:
+    if not hasattr(x, "strides") or x.size == 0 or (x.shape, x.strides) != (made.shape, made.strides):
         return False
-    lie = x.ctypes.data == made.ctypes.data and x.strides == made.strides
-    return lie and x.shape == made.shape and x.dtype == made.dtype
+    return x.dtype == made.dtype and address(x) == address(made)
 
 
 class Programs:

@@ -30,6 +30,7 @@ class Alone:
     rank = 0
     size = 1
     kind = "alone"
+    takes_device = adds_device = False
 
     def _copy(self, send: Array, recv: Array) -> None:
         if recv is not send:

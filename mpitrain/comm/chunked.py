@@ -13,10 +13,11 @@ pieces of at most `Mode.limit` elements.  The door takes this way only for messa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
-import numpy as np
-
+from mpitrain.backend import array_module
 from mpitrain.comm.transport import Array, Mode, Pending, Transport
+from mpitrain.comm.wire import blocks, flat
 
 REST_TAG = 32767
 
@@ -67,6 +68,16 @@ class Chunked:
         self._mode = mode
         self.rank, self.size, self.kind = transport.rank, transport.size, transport.kind
 
+    @property
+    def takes_device(self) -> bool:
+        """As the transport does."""
+        return self._transport.takes_device
+
+    @property
+    def adds_device(self) -> bool:
+        """As the transport does."""
+        return self._transport.adds_device
+
     def _slices(self, count: int, blocks: int = 1) -> Iterator[slice]:
         """Cut 0 ... count so that `blocks` pieces of one length stay below the limit."""
         step = max(1, self._mode.limit // blocks)
@@ -97,7 +108,7 @@ class Chunked:
         """Slices of every block."""
         size, sink = self._transport.size, recv.reshape(-1)
         lengths = [sink.size // size] * size if counts is None else list(counts)
-        starts = np.concatenate(([0], np.cumsum(lengths)))
+        starts = [0, *accumulate(lengths)]
         source = sink[starts[self.rank] : starts[self.rank + 1]] if send is None else send.reshape(-1)
         parts: list[Pending] = []
         landed: list[tuple[Array, list[slice]]] = []
@@ -106,7 +117,7 @@ class Chunked:
                 slice(s + min(piece.start, n), s + min(piece.stop, n)) for s, n in zip(starts, lengths, strict=False)
             ]
             now = [span.stop - span.start for span in spans]
-            buffer = np.empty(sum(now), recv.dtype)
+            buffer = array_module(recv).empty(sum(now), recv.dtype)
             parts.append(self._transport.iall_gather(source[piece], buffer, now))
             landed.append((buffer, spans))
 
@@ -135,10 +146,10 @@ class Chunked:
         """Slice by slice of every block: what a reduce-scatter takes."""
         size, sink = self._transport.size, recv.reshape(-1)
         lengths = [sink.size] * size if counts is None else counts
-        blocks = np.split(send.reshape(-1), np.cumsum(lengths)[:-1])
+        summands = blocks(send, lengths)
         for piece in self._slices(max(lengths), size):
-            parts = [block[piece] for block in blocks]
-            yield np.concatenate(parts), sink[piece], [part.size for part in parts]
+            parts = [block[piece] for block in summands]
+            yield flat(parts), sink[piece], [part.size for part in parts]
 
     def all_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
@@ -159,10 +170,9 @@ class Chunked:
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool
     ) -> tuple[list[Pending], tuple[Array, list[int], Array, list[int]], Callable[[], None]]:
         """The slices of long blocks in flight; the all-to-all of the others; what brings these to their places."""
-        blocks = np.split(send.reshape(-1), np.cumsum(send_counts)[:-1])
-        places = np.split(recv.reshape(-1), np.cumsum(recv_counts)[:-1])
+        gifts, places = blocks(send, send_counts), blocks(recv, recv_counts)
         if own:
-            places[self.rank][...] = blocks[self.rank]
+            places[self.rank][...] = gifts[self.rank]
         most = self._mode.limit // self.size
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         long: list[Pending] = []
@@ -170,22 +180,22 @@ class Chunked:
             if places[peer].size > most:
                 long += self.irecv(places[peer], peer, REST_TAG).parts
         for peer in others:
-            if blocks[peer].size > most:
-                long += self.isend(blocks[peer], peer, REST_TAG).parts
+            if gifts[peer].size > most:
+                long += self.isend(gifts[peer], peer, REST_TAG).parts
 
         def is_short(rank: int, block: Array) -> bool:
             return rank != self.rank and block.size <= most
 
-        given = [block if is_short(rank, block) else block[:0] for rank, block in enumerate(blocks)]
+        given = [block if is_short(rank, block) else block[:0] for rank, block in enumerate(gifts)]
         taken = [place if is_short(rank, place) else place[:0] for rank, place in enumerate(places)]
         counts = [place.size for place in taken]
-        landing = np.empty(sum(counts), recv.dtype)
+        landing = array_module(recv).empty(sum(counts), recv.dtype)
 
         def spread() -> None:
-            for place, arrived in zip(taken, np.split(landing, np.cumsum(counts)[:-1]), strict=True):
+            for place, arrived in zip(taken, blocks(landing, counts), strict=True):
                 place[...] = arrived
 
-        return long, (np.concatenate(given), [block.size for block in given], landing, counts), spread
+        return long, (flat(given), [block.size for block in given], landing, counts), spread
 
     def broadcast(self, buf: Array, root: int) -> None:
         """Slice by slice."""

@@ -6,6 +6,8 @@ tags, sequence numbers, the flight board, counting of bytes, and events.  What m
 
 All members of an axis call its collectives in the same order, and wait for their requests in the same order.  Arrays
 are NumPy's or CuPy's, of any order and strides; results are fresh C-contiguous arrays where the input lives, or `out`.
+A device array goes to a transport that takes such arrays as it is, to others through page-locked memory (staging.py);
+which it is, a world knows (device_messages.py).  In a message all ranks bring arrays of the host, or all of a device.
 An axis of size 1 sends nothing: there the result is the input itself, as a read-only view.
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import mpitrain.errors
+from mpitrain.backend import array_module
 from mpitrain.comm.checked import Checks
 from mpitrain.comm.chunked import REST_TAG, Route, Several
 from mpitrain.comm.mistakes import check_counts, check_peer, check_rank, check_slices, check_sum
@@ -29,9 +32,11 @@ from mpitrain.comm.payload import LIKE_BLOCKING, Payload
 from mpitrain.comm.request import Request
 from mpitrain.comm.site import call_site
 from mpitrain.comm.slices import Counts, Joined, Scattered, shape_of_call
+from mpitrain.comm.staging import Pinned
 from mpitrain.comm.to_all import Blocks
 from mpitrain.comm.transport import Array, Board, Mode, NoBoard, Pending, Transport
 from mpitrain.comm.wire import (
+    Empty,
     deliver,
     dim_of,
     is_inexact,
@@ -39,6 +44,7 @@ from mpitrain.comm.wire import (
     on_wire,
     ready,
     shape_of,
+    share_memory,
     target,
     unmoved,
 )
@@ -77,16 +83,23 @@ class Communicator:
         self.ranks = tuple(ranks)
         self.board: Board = NoBoard() if board is None else board
         self.mode = Mode() if mode is None else mode
-        self.transport = transport
-        self._route = Route(transport, self.mode)
-        self._sums = OrderedSums(self._route, self._second, self.mode.unfinished)
         self._lane = self.board.open(name, self.ranks)
-        self._checks = Checks(name, self.ranks, self._route, self.mode, self._lane)
+        self.carry(transport)
         self._calls = 0
         self._sent: dict[tuple[int, int], int] = {}  # messages to each peer with each tag, and from it
         self._received: dict[tuple[int, int], int] = {}
         self._bytes: dict[str, float] = {}
         self._payload = Payload(self.size)
+
+    def carry(self, transport: Transport) -> None:
+        """Hand all messages to this transport of the same ranks from here on; those of groups made later, too.
+
+        Collective, when no message is in flight.
+        """
+        self.transport = transport
+        self._route = Route(transport, self.mode)
+        self._sums = OrderedSums(self._route, self._second, self.mode.unfinished)
+        self._checks = Checks(self.name, self.ranks, self._route, self.mode, self._lane)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name}, rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
@@ -109,8 +122,8 @@ class Communicator:
         """
         return self._call("all_reduce", x, self._all_reduce, op, out, out=out)
 
-    def _all_reduce(self, a: Array, op: str, out: Any) -> Array:
-        recv = target(a, a.shape, out, "all_reduce")
+    def _all_reduce(self, a: Array, empty: Empty, op: str, out: Any) -> Array:
+        recv = target(a, a.shape, out, empty, "all_reduce")
         if self._in_order(a, op):
             self._sums.all_reduce(a.reshape(-1), recv.reshape(-1), op)
         else:
@@ -126,8 +139,8 @@ class Communicator:
         request: Request = self._call("iall_reduce", x, self._iall_reduce, op, out, out=out)
         return request
 
-    def _iall_reduce(self, a: Array, op: str, out: Any) -> tuple[Pending, Array]:
-        recv = target(a, a.shape, out, "iall_reduce")
+    def _iall_reduce(self, a: Array, empty: Empty, op: str, out: Any) -> tuple[Pending, Array]:
+        recv = target(a, a.shape, out, empty, "iall_reduce")
         post: Callable[[], Pending]
         if self._in_order(a, op):
             if self.mode.checked:
@@ -135,7 +148,7 @@ class Communicator:
             post = partial(self._sums.iall_reduce, a.reshape(-1), recv.reshape(-1), op)
         else:
             post = partial(self._route(a.size).iall_reduce, *_numbers(a, recv), op)
-        return self._in_flight(post, a, kept=not np.may_share_memory(a, recv)), recv
+        return self._in_flight(post, a, kept=not share_memory(a, recv)), recv
 
     def all_gather(self, x: Any, dim: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Any:
         """Join the ranks' slices along `dim`, in rank order.
@@ -153,8 +166,8 @@ class Communicator:
         how = self._dim_and_lengths("all_gather", x, dim, counts)
         return self._call("all_gather", x, self._all_gather, *how, out, out=out)
 
-    def _all_gather(self, a: Array, dim: int, counts: Counts, out: Any) -> Array:
-        joined = Joined(a, dim, counts, self.rank, self.size, out, "all_gather")
+    def _all_gather(self, a: Array, empty: Empty, dim: int, counts: Counts, out: Any) -> Array:
+        joined = Joined(a, dim, counts, self.rank, self.size, out, empty, "all_gather")
         self._route(joined.recv.size).all_gather(*joined.message)
         joined.join()
         return joined.recv
@@ -165,8 +178,8 @@ class Communicator:
         request: Request = self._call("iall_gather", x, self._iall_gather, *how, out, out=out)
         return request
 
-    def _iall_gather(self, a: Array, dim: int, counts: Counts, out: Any) -> tuple[Pending, Array]:
-        joined = Joined(a, dim, counts, self.rank, self.size, out, "iall_gather")
+    def _iall_gather(self, a: Array, empty: Empty, dim: int, counts: Counts, out: Any) -> tuple[Pending, Array]:
+        joined = Joined(a, dim, counts, self.rank, self.size, out, empty, "iall_gather")
         post = partial(self._route(joined.recv.size).iall_gather, *joined.message)
         message = self._in_flight(post, a)
         return message if joined.is_straight else Several([message], joined.join), joined.recv
@@ -186,9 +199,9 @@ class Communicator:
         how = self._dim_and_lengths("reduce_scatter", x, dim, counts)
         return self._call("reduce_scatter", x, self._reduce_scatter, *how, out, out=out)
 
-    def _reduce_scatter(self, a: Array, dim: int, counts: Counts, out: Any) -> Array:
+    def _reduce_scatter(self, a: Array, empty: Empty, dim: int, counts: Counts, out: Any) -> Array:
         in_order = self._in_order(a, "sum")
-        cut = Scattered(a, dim, counts, self.rank, self.size, out, "reduce_scatter")
+        cut = Scattered(a, dim, counts, self.rank, self.size, out, empty, "reduce_scatter")
         if in_order:
             self._sums.reduce_scatter(cut.blocks, cut.counts, cut.recv.reshape(-1))
         else:
@@ -205,10 +218,10 @@ class Communicator:
         request: Request = self._call("ireduce_scatter", x, self._ireduce_scatter, *how, out, out=out)
         return request
 
-    def _ireduce_scatter(self, a: Array, dim: int, counts: Counts, out: Any) -> tuple[Pending, Array]:
+    def _ireduce_scatter(self, a: Array, empty: Empty, dim: int, counts: Counts, out: Any) -> tuple[Pending, Array]:
         post: Callable[[], Pending]
         in_order = self._in_order(a, "sum")
-        cut = Scattered(a, dim, counts, self.rank, self.size, out, "ireduce_scatter")
+        cut = Scattered(a, dim, counts, self.rank, self.size, out, empty, "ireduce_scatter")
         if in_order:
             post = partial(self._sums.ireduce_scatter, cut.blocks, cut.counts, cut.recv.reshape(-1))
         else:
@@ -240,8 +253,10 @@ class Communicator:
         how = self._dims_and_lengths("all_to_all", x, i, j, counts)
         return self._call("all_to_all", x, self._all_to_all, *how)
 
-    def _all_to_all(self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]) -> Array:
-        blocks = Blocks(a, i, j, sent, received, self.rank)
+    def _all_to_all(
+        self, a: Array, empty: Empty, i: int, j: int, sent: Sequence[int], received: Sequence[int]
+    ) -> Array:
+        blocks = Blocks(a, i, j, sent, received, self.rank, empty)
         self._route(blocks.elements).all_to_all(*blocks.message)
         blocks.join()
         return blocks.recv
@@ -255,9 +270,9 @@ class Communicator:
         return request
 
     def _iall_to_all(
-        self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int]
+        self, a: Array, empty: Empty, i: int, j: int, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Pending, Array]:
-        blocks = Blocks(a, i, j, sent, received, self.rank)
+        blocks = Blocks(a, i, j, sent, received, self.rank, empty)
         post = partial(self._route(blocks.elements).iall_to_all, *blocks.message)
         if self.mode.checked:
             message = self._checks.untouched(self._checks.exchanging(post, a, (i, j, sent, received)), a)
@@ -283,8 +298,10 @@ class Communicator:
         check_rank(self, root, "broadcast root")
         return self._call("broadcast", x, self._broadcast, root)
 
-    def _broadcast(self, a: Array, root: int) -> Array:
-        recv = a.copy() if self.rank == root else np.empty(a.shape, a.dtype)
+    def _broadcast(self, a: Array, empty: Empty, root: int) -> Array:
+        recv = empty(a.shape, a.dtype)
+        if self.rank == root:
+            recv[...] = a
         self._route(recv.size).broadcast(on_wire(recv), root)
         return recv
 
@@ -295,8 +312,8 @@ class Communicator:
         """
         return self._call("shift", x, self._shift, k)
 
-    def _shift(self, a: Array, k: int) -> Array:
-        recv = np.empty(a.shape, a.dtype)
+    def _shift(self, a: Array, empty: Empty, k: int) -> Array:
+        recv = empty(a.shape, a.dtype)
         dest, source = (self.rank + k) % self.size, (self.rank - k) % self.size
         if dest == self.rank:
             recv[...] = a
@@ -311,7 +328,7 @@ class Communicator:
         """Return when every rank of the axis has called it."""
         self._call("barrier", _NOTHING, self._barrier)
 
-    def _barrier(self, a: Array) -> None:
+    def _barrier(self, a: Array, empty: Empty) -> None:
         self.transport.barrier()
 
     # -- from one rank to another -------------------------------------------------------------------------------------
@@ -327,19 +344,30 @@ class Communicator:
         check_peer(self, dest, tag, "send to")
         self._call("send", x, self._send, dest, tag, peer=dest)
 
-    def _send(self, a: Array, dest: int, tag: int) -> None:
+    def _send(self, a: Array, empty: Empty, dest: int, tag: int) -> None:
         if self.mode.unfinished:
             self._block(self._route(a.size).isend(on_wire(a), dest, tag))
         else:
             self._route(a.size).send(on_wire(a), dest, tag)
 
-    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None) -> Any:
-        """Receive an array of this shape and dtype into `out`, else into a fresh host array."""
+    def recv(
+        self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None, like: Any = None
+    ) -> Any:
+        """Receive an array of this shape and dtype into `out`, else into a fresh one where `like` is, else on the host.
+
+        Args:
+            shape: of the array that is sent.
+            dtype: of it.
+            source: another rank of this axis.
+            tag: as in `send`.
+            out: where the result goes.
+            like: an array of the host or of a device.
+        """
         check_peer(self, source, tag, "receive from")
-        recv = target(_nothing(dtype), tuple(shape), out, "recv")
+        recv, out = self._place(dtype, tuple(shape), out, like, "recv")
         return self._call("recv", recv, self._recv, source, tag, out=out, peer=source)
 
-    def _recv(self, recv: Array, source: int, tag: int) -> Array:
+    def _recv(self, recv: Array, empty: Empty, source: int, tag: int) -> Array:
         if self.mode.unfinished:
             self._block(self._route(recv.size).irecv(on_wire(recv), source, tag))
         else:
@@ -352,18 +380,20 @@ class Communicator:
         request: Request = self._call("isend", x, self._isend, dest, tag, peer=dest)
         return request
 
-    def _isend(self, a: Array, dest: int, tag: int) -> tuple[Pending, None]:
+    def _isend(self, a: Array, empty: Empty, dest: int, tag: int) -> tuple[Pending, None]:
         message = self._route(a.size).isend(on_wire(a), dest, tag)
         return self._checks.sending(message, a) if self.mode.checked else message, None
 
-    def irecv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None) -> Request:
+    def irecv(
+        self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0, out: Any = None, like: Any = None
+    ) -> Request:
         """`recv` that returns at once; `wait` returns the array."""
         check_peer(self, source, tag, "receive from")
-        recv = target(_nothing(dtype), tuple(shape), out, "irecv")
+        recv, out = self._place(dtype, tuple(shape), out, like, "irecv")
         request: Request = self._call("irecv", recv, self._irecv, source, tag, out=out, peer=source)
         return request
 
-    def _irecv(self, recv: Array, source: int, tag: int) -> tuple[Pending, Array]:
+    def _irecv(self, recv: Array, empty: Empty, source: int, tag: int) -> tuple[Pending, Array]:
         transport = self._route(recv.size)
         if self.mode.checked:
             return self._checks.receiving(partial(transport.irecv, on_wire(recv), source, tag)), recv
@@ -458,7 +488,7 @@ class Communicator:
     @property
     def scratch(self) -> int:
         """Bytes of buffers that it keeps between messages, for sums in rank order."""
-        return self._sums.pool.held
+        return self._sums.held
 
     def _second(self) -> Route:
         """A second group of the same ranks, for the second halves of sums in flight."""
@@ -472,15 +502,20 @@ class Communicator:
         Args:
             verb: its name.
             x: the array this rank brings.
-            move: called with x made ready and `how`; returns the result on the host, or (pending, result).
+            move: called with x made ready, what makes the array of a result, and `how`; returns the result, which may
+                have to be brought to where the caller wants it, or (pending, result).
             how: further arguments.
             out: where the caller wants the result.
             peer: the other rank in a point-to-point message.
         """
+        empty: Empty
         if self.size == 1:  # the only place that knows about axes of one rank
             result = unmoved(x, out, verb)
             return Request.done(result) if verb in LIKE_BLOCKING else result
-        a = ready(x)
+        if type(x) is np.ndarray and (out is None or type(out) is np.ndarray):  # the usual case
+            a, empty = ready(x), np.empty
+        else:
+            a, empty = self._taken_up(x, out)
         if peer < 0:
             self._calls = number = self._calls + 1
             tag = 0
@@ -503,7 +538,7 @@ class Communicator:
                     self._checks.confirm(a, how, self._block)
             if mode.unfinished and peer < 0 and verb not in LIKE_BLOCKING:
                 self._sums.post_all(self._block)
-            moved = move(a, *how)
+            moved = move(a, empty, *how)
             for witness in witnesses:
                 witness.message(self, verb, number, began, a, how, peer, nbytes)
             if listeners:
@@ -511,7 +546,7 @@ class Communicator:
         finally:
             lane.leave()
         if type(moved) is not tuple:
-            return deliver(moved, x, out)
+            return self._delivered(moved, x, out)
         return self._request(moved, number, verb, a, how, peer, x, out)
 
     def _request(
@@ -539,9 +574,44 @@ class Communicator:
                 requests.close(key)
             if recv is not None:
                 self._tell_arrival(recv, number, verb, a, how, peer)
-            return deliver(recv, x, out)
+            return self._delivered(recv, x, out)
 
         return Request(pending, finish, wait)
+
+    def _taken_up(self, x: Any, out: Any) -> tuple[Array, Empty]:
+        """The array that a message reads, and what makes one that it fills."""
+        if isinstance(x, np.ndarray) or (xp := array_module(x)) is np:
+            on_host = out is None or isinstance(out, np.ndarray)
+            return ready(x), np.empty if on_host else self._pinned(array_module(out)).empty
+        if self.transport.takes_device:
+            return x if x.flags.c_contiguous else xp.ascontiguousarray(x), xp.empty
+        pinned = self._pinned(xp)
+        return pinned.download(x), pinned.empty
+
+    def _place(self, dtype: Any, shape: tuple[int, ...], out: Any, like: Any, verb: str) -> tuple[Array, Any]:
+        """The array that a message fills, and the one in which its receiver wants it."""
+        xp = np if type(out) is np.ndarray else array_module(like if out is None else out)
+        if xp is np:
+            return target(np.empty(0, dtype), shape, out, np.empty, verb), out
+        out = xp.empty(shape, dtype) if out is None else out
+        if self.transport.takes_device:
+            return target(xp.empty(0, dtype), shape, out, xp.empty, verb), out
+        return target(np.empty(0, dtype), shape, out, self._pinned(xp).empty, verb), out
+
+    def _delivered(self, recv: Array | None, x: Any, out: Any) -> Any:
+        """A result where the caller wants it: in `out`, else where `x` is."""
+        if recv is out or recv is None:
+            return recv
+        wanted = x if out is None else out
+        if type(wanted) is not np.ndarray and isinstance(recv, np.ndarray) and (xp := array_module(wanted)) is not np:
+            return self._pinned(xp).upload(recv, out)
+        return recv if out is None else deliver(recv, out)
+
+    def _pinned(self, xp: Any) -> Pinned:
+        """This rank's page-locked buffers for a device."""
+        if self.mode.pinned is None:
+            self.mode.pinned = Pinned(xp)
+        return self.mode.pinned
 
     def _tell_arrival(self, recv: Array, number: int, verb: str, a: Array, how: tuple[Any, ...], peer: int) -> None:
         """Tell who listens what a message has brought that did not block."""
@@ -614,15 +684,12 @@ class Communicator:
     def _in_order(self, a: Array, op: str) -> bool:
         """Whether this sum is taken in rank order; refuses what nobody can sum."""
         check_sum(self, a.dtype, op)
+        if type(a) is not np.ndarray and not self.transport.adds_device:
+            return True
         return is_inexact(a.dtype) and (self.mode.deterministic or not is_known(a.dtype))
 
 
 _NOTHING = np.empty(0, np.uint8)
-
-
-def _nothing(dtype: Any) -> Array:
-    """An empty array of a dtype."""
-    return np.empty(0, dtype)
 
 
 def _numbers(a: Array, recv: Array) -> tuple[Array, Array]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpitrain.backend import to_host
 from mpitrain.comm.site import call_site
 from mpitrain.comm.transport import Array, Pending, Unfinished
 from mpitrain.errors import CommError
@@ -138,4 +139,4 @@ class Untouched:
             raise CommError(f"{self._text} (found at {call_site()}).")
 
     def _digest_now(self) -> int:
-        return zlib.crc32(self._a.reshape(-1).view(np.uint8).data)
+        return zlib.crc32(to_host(self._a).reshape(-1).view(np.uint8).data)

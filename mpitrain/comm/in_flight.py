@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +64,9 @@ class InFlight:
     """All messages in flight of this process.
 
     It keeps their buffers alive even if nobody keeps the request, and wakes the helper thread, if there is one.
+
+    Attributes:
+        use_device: makes the device whose memory MPI is given that of a thread; None: it is given none.
     """
 
     def __init__(self, mpi: ModuleType) -> None:
@@ -72,6 +76,8 @@ class InFlight:
         self._driver: threading.Thread | None = None
         self._stopped = False
         self._sweep_at = 256
+        self.use_device: Callable[[], None] | None = None
+        self._threads = threading.local()
 
     def add(self, message: MpiPending) -> None:
         messages = self._messages
@@ -86,6 +92,12 @@ class InFlight:
     def discard(self, message: MpiPending) -> None:
         self._messages.discard(message)
 
+    def enter(self) -> None:
+        """Of a thread beside the rank's own, before it calls MPI, which may move any message then."""
+        if self.use_device is not None and not hasattr(self._threads, "has_device"):
+            self.use_device()
+            self._threads.has_device = True
+
     def drive(self, comm: Any, pause: float = 0.0005) -> None:
         """Start the helper thread: while a message is in flight it looks into MPI, which moves all of them."""
         wake = self._wake = threading.Event()
@@ -95,6 +107,7 @@ class InFlight:
                 wake.wait()
                 wake.clear()
                 while self._messages and not self._stopped:
+                    self.enter()
                     comm.Iprobe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG)
                     time.sleep(pause)
 

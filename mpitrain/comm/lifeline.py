@@ -41,13 +41,21 @@ class Lifeline:
     """
 
     def __init__(
-        self, comm: Any, mpi: ModuleType, *, can_listen: bool, keeps_codes: bool, before_end: Callable[[], None]
+        self,
+        comm: Any,
+        mpi: ModuleType,
+        *,
+        can_listen: bool,
+        keeps_codes: bool,
+        before_end: Callable[[], None],
+        before_look: Callable[[], None],
     ) -> None:
-        """`before_end` is called before MPI is left."""
+        """`before_end` is called before MPI is left, `before_look` by other threads than the main one before a call."""
         self.can_listen = can_listen
         self.keeps_codes = keeps_codes
         self._comm, self._mpi = comm, mpi
         self._before_end = before_end
+        self._before_look = before_look
         self._sent: list[tuple[Any, Any]] = []
 
     def farewell(self, code: int, words: int) -> Callable[[], Farewell | None]:
@@ -77,6 +85,7 @@ class Lifeline:
         found: list[tuple[int, Gone]] = []
         if not self.can_listen:
             return found
+        self._before_look()
         status = self._mpi.Status()
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, FAREWELL_TAG, status):
             message = np.empty(status.Get_count(self._mpi.INT64_T), np.int64)

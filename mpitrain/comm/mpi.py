@@ -102,7 +102,14 @@ def _start(mpi: Any, parent: int) -> MpiStart:
     board = _make_board(private)
     forget_names()
     keeps_codes = library.startswith("Open MPI") or is_task_of_slurm(parent)
-    lifeline = Lifeline(private, mpi, can_listen=threads, keeps_codes=keeps_codes, before_end=flight.stop)
+    lifeline = Lifeline(
+        private,
+        mpi,
+        can_listen=threads,
+        keeps_codes=keeps_codes,
+        before_end=flight.stop,
+        before_look=flight.enter,
+    )
     watch = Watch(board, lifeline)
     Guard(board, watch, lifeline, parent).install(mpi)
     watch.start()

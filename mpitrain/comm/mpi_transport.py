@@ -2,32 +2,56 @@
 
 mpi4py's module comes in as an argument (only mpi.py imports it).  Only buffer calls are used (mpi4py's upper-case
 ones), so nothing that arrives is ever unpickled.
+
+An MPI that knows devices takes arrays of CuPy as it takes NumPy's.  It knows no streams: so each verb first waits until
+the device has done what the arrays wait for.  Not all of MPI knows devices, where some of it does: Open MPI 4 and 5
+read their memory on the host, and die, in sums that do not block (open-mpi/ompi issues 9845 and 12045), and promise
+nothing of other collectives that do not.  So device arrays are moved by collectives that block, and from rank to rank,
+and it is the door that adds them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpitrain.comm.alone import Alone
+from mpitrain.comm.chunked import REST_TAG, Several
 from mpitrain.comm.in_flight import InFlight, MpiPending, check_size, comm_error
 from mpitrain.comm.site import call_site
+from mpitrain.comm.staging import settle
 from mpitrain.comm.transport import Array, Board, Pending, Transport
+from mpitrain.comm.wire import blocks
 from mpitrain.errors import CommError
+
+SPREAD_TAG = REST_TAG - 5
 
 
 class MpiTransport:
-    """The verbs of one MPI communicator."""
+    """The verbs of one MPI communicator.
+
+    Attributes:
+        takes_device: whether buffers may be arrays of this rank's device.
+    """
 
     kind = "mpi"
+    adds_device = False
 
     def __init__(
-        self, comm: Any, flight: InFlight, board: Board, ranks: tuple[int, ...], hosts: Sequence[int], name: str
+        self,
+        comm: Any,
+        flight: InFlight,
+        board: Board,
+        ranks: tuple[int, ...],
+        hosts: Sequence[int],
+        name: str,
+        takes_device: bool = False,
     ) -> None:
         """`ranks`: the members as ranks of the world; `hosts`: the number of the host of each rank of the world."""
+        self.takes_device = takes_device
         mpi = flight.mpi
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -36,6 +60,11 @@ class MpiTransport:
         self._share_host = len({hosts[rank] for rank in ranks}) == 1
         self._mpi = mpi
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX}
+
+    def take_device(self, use: Callable[[], None]) -> None:
+        """Let buffers be arrays of this rank's device, here and in groups made later; `use` makes it a thread's own."""
+        self.takes_device = True
+        self._flight.use_device = use
 
     # -- collectives
 
@@ -46,6 +75,7 @@ class MpiTransport:
             raise self._failed("all_reduce", error) from None
 
     def all_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> None:
+        settle(send, recv)
         try:
             if counts is None:
                 self._comm.Allgather(send, recv)
@@ -89,6 +119,7 @@ class MpiTransport:
     def all_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
     ) -> None:
+        settle(send, recv)
         try:
             self._comm.Alltoallv(self._blocks(send, send_counts, own), self._blocks(recv, recv_counts, own))
         except self._mpi.Exception as error:
@@ -104,6 +135,7 @@ class MpiTransport:
         return [buf, (lengths, starts[:-1])]
 
     def broadcast(self, buf: Array, root: int) -> None:
+        settle(buf)
         try:
             self._comm.Bcast(buf, root)
         except self._mpi.Exception as error:
@@ -118,12 +150,14 @@ class MpiTransport:
     # -- from one rank to another
 
     def send(self, buf: Array, dest: int, tag: int) -> None:
+        settle(buf)
         try:
             self._comm.Send(buf, dest, tag)
         except self._mpi.Exception as error:
             raise self._failed(f"send to rank {dest}", error) from None
 
     def recv(self, buf: Array, source: int, tag: int) -> None:
+        settle(buf)
         status = self._mpi.Status()
         try:
             self._comm.Recv(buf, source, tag, status)
@@ -134,12 +168,14 @@ class MpiTransport:
     # -- non-blocking
 
     def isend(self, buf: Array, dest: int, tag: int) -> Pending:
+        settle(buf)
         try:
             return MpiPending(self._flight, self._comm.Isend(buf, dest, tag), (buf,))
         except self._mpi.Exception as error:
             raise self._failed(f"isend to rank {dest}", error) from None
 
     def irecv(self, buf: Array, source: int, tag: int) -> Pending:
+        settle(buf)
         try:
             return MpiPending(self._flight, self._comm.Irecv(buf, source, tag), (buf,), buf.nbytes)
         except self._mpi.Exception as error:
@@ -153,6 +189,10 @@ class MpiTransport:
         return MpiPending(self._flight, request, (send, recv))
 
     def iall_gather(self, send: Array | None, recv: Array, counts: Sequence[int] | None = None) -> Pending:
+        if type(recv) is not np.ndarray:
+            lengths = [recv.size // self.size] * self.size if counts is None else counts
+            places = blocks(recv, lengths)
+            return self._spread([places[self.rank] if send is None else send] * self.size, places, send is not None)
         try:
             if counts is None:
                 request = self._comm.Iallgather(send, recv)
@@ -175,11 +215,22 @@ class MpiTransport:
     def iall_to_all(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], own: bool = True
     ) -> Pending:
+        if type(recv) is not np.ndarray:
+            return self._spread(blocks(send, send_counts), blocks(recv, recv_counts), own)
         try:
             request = self._comm.Ialltoallv(self._blocks(send, send_counts, own), self._blocks(recv, recv_counts, own))
         except self._mpi.Exception as error:
             raise self._failed("iall_to_all", error) from None
         return MpiPending(self._flight, request, (send, recv))
+
+    def _spread(self, gifts: Sequence[Array], places: Sequence[Array], own: bool) -> Pending:
+        """Blocks of device memory from each rank to each, `own` ones too."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        parts = [self.irecv(places[rank], rank, SPREAD_TAG) for rank in others if places[rank].size]
+        parts += [self.isend(gifts[rank], rank, SPREAD_TAG) for rank in others if gifts[rank].size]
+        if own:
+            places[self.rank].reshape(-1)[...] = gifts[self.rank].reshape(-1)
+        return Several(parts)
 
     # -- groups
 
@@ -200,7 +251,7 @@ class MpiTransport:
             lane.leave()
             some.Free()
             everyone.Free()
-        return MpiTransport(comm, self._flight, self._board, members, self._hosts, name)
+        return MpiTransport(comm, self._flight, self._board, members, self._hosts, name, self.takes_device)
 
     def close(self) -> None:
         if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():

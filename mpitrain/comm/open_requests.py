@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
+from mpitrain.backend import address
 from mpitrain.errors import CommError
 
 _MANY = 256  # sends: beyond that those that have arrived are forgotten
@@ -131,7 +131,7 @@ def _has_failed(one: _Open) -> bool:
 def _span(a: NDArray[Any] | None) -> tuple[int, int]:
     if a is None or a.nbytes == 0:
         return 0, 0
-    start = a.__array_interface__["data"][0] if isinstance(a, np.ndarray) else 0
+    start = address(a)
     return start, start + a.nbytes
 
 

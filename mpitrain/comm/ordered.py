@@ -11,7 +11,7 @@ The second is what a ring all-reduce sends too, 2(n-1)/n of the buffer; a rank's
 is made in its place in the result.  A reduce-scatter is its first half, with slices of whatever lengths.
 
 float16 and bfloat16 always go this way, as bits, and are added in float32 and rounded once: no MPI is asked whether it
-knows them.
+knows them.  Device arrays that go to the transport as they are, are added up there, to the same bits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Pool, is_half
+from mpitrain.backend import Pool, array_module, is_half
 from mpitrain.comm.chunked import Route, Several
 from mpitrain.comm.transport import Array, Pending, Transport, Unfinished
 from mpitrain.comm.wire import on_wire
@@ -44,7 +45,8 @@ def fold(rows: Sequence[Array], into: Array, op: str, pool: Pool, scratch: int =
 
     A sum of halves that leaves their range becomes inf, which is what overflow detection looks for.
     """
-    ufunc = np.add if op == "sum" else np.maximum
+    xp = np if type(into) is np.ndarray else array_module(into)
+    ufunc = xp.add if op == "sum" else xp.maximum
     with np.errstate(over="ignore", invalid="ignore"):
         if not is_half(rows[0].dtype):
             total = rows[0]
@@ -76,18 +78,32 @@ class OrderedSums:
         self.route = route
         self._unfinished = unfinished
         self.rank, self.size = route.transport.rank, route.transport.size
-        self.pool = Pool()
+        self._pools: dict[Any, Pool] = {}  # by array module
         self._make_second = second
         self._second: Route | None = None
         self._queue: deque[InFlight] = deque()
 
+    def pool_of(self, a: Array) -> Pool:
+        """Where scratch for this array comes from."""
+        xp = np if type(a) is np.ndarray else array_module(a)
+        pool = self._pools.get(xp)
+        if pool is None:
+            pool = self._pools[xp] = Pool(xp)
+        return pool
+
+    @property
+    def held(self) -> int:
+        """Bytes of scratch in nobody's use."""
+        return sum(pool.held for pool in self._pools.values())
+
     def all_reduce(self, a: Array, into: Array, op: str) -> None:
         """Sum of `a` over the ranks; flat arrays, may be in place."""
         if a.nbytes <= SMALL:
-            rows = self.pool.take((self.size, a.size), a.dtype)
+            pool = self.pool_of(a)
+            rows = pool.take((self.size, a.size), a.dtype)
             self.route(rows.size).all_gather(on_wire(a), on_wire(rows))
-            fold(rows, into, op, self.pool)
-            self.pool.give(rows)
+            fold(rows, into, op, pool)
+            pool.give(rows)
             return
         step = SLICE * min(self.size, MOST_SLICES) // a.itemsize
         for start in range(0, a.size, step):
@@ -95,7 +111,7 @@ class OrderedSums:
 
     def _segment(self, a: Array, into: Array, op: str) -> None:
         counts, own = self.slices(a.size)
-        rows = self.pool.take((self.size, counts[self.rank]), a.dtype)
+        rows = self.pool_of(a).take((self.size, counts[self.rank]), a.dtype)
         transport = self.route(a.size + self.size)
         transport.all_to_all(on_wire(a), counts, on_wire(rows), [counts[self.rank]] * self.size, own=False)
         self.fold(rows, a[own], into[own], op)
@@ -119,7 +135,7 @@ class OrderedSums:
     def _rows_of(self, blocks: Array, counts: Sequence[int]) -> tuple[Array, Transport, Array]:
         """Where this rank's blocks of the others arrive, their way, and its own one."""
         start = sum(counts[: self.rank])
-        rows = self.pool.take((self.size, counts[self.rank]), blocks.dtype)
+        rows = self.pool_of(blocks).take((self.size, counts[self.rank]), blocks.dtype)
         return rows, self.route(max(counts) * self.size), blocks[start : start + counts[self.rank]]
 
     def iall_reduce(self, a: Array, into: Array, op: str) -> InFlight:
@@ -170,8 +186,9 @@ class OrderedSums:
         """Add up what has come from the others and this rank's own part, and give `rows` back to the pool."""
         parts = [*rows]
         parts[self.rank] = own
-        fold(parts, into, op, self.pool, scratch=0 if self.rank else 1)
-        self.pool.give(rows)
+        pool = self.pool_of(rows)
+        fold(parts, into, op, pool, scratch=0 if self.rank else 1)
+        pool.give(rows)
 
 
 class InFlight:
@@ -182,12 +199,12 @@ class InFlight:
         self._a = a  # belongs to the message until its first half is complete
         self.second: Pending | None = None
         if a.nbytes <= SMALL:
-            self._rows = sums.pool.take((sums.size, a.size), a.dtype)
+            self._rows = sums.pool_of(a).take((sums.size, a.size), a.dtype)
             self.first = sums.route(self._rows.size).iall_gather(on_wire(a), on_wire(self._rows))
         else:
             self._counts, self._own = sums.slices(a.size)
             mine = self._counts[sums.rank]
-            self._rows = sums.pool.take((sums.size, mine), a.dtype)
+            self._rows = sums.pool_of(a).take((sums.size, mine), a.dtype)
             transport = sums.route(a.size + sums.size)
             self.first = transport.iall_to_all(
                 on_wire(a), self._counts, on_wire(self._rows), [mine] * sums.size, own=False
@@ -197,8 +214,9 @@ class InFlight:
         """The first half has arrived: add up, and post the second half."""
         sums, into = self._sums, self._into
         if self._a.nbytes <= SMALL:
-            fold(self._rows, into, self._op, sums.pool)
-            sums.pool.give(self._rows)
+            pool = sums.pool_of(into)
+            fold(self._rows, into, self._op, pool)
+            pool.give(self._rows)
             self.second = Several([])
         else:
             sums.fold(self._rows, self._a[self._own], into[self._own], self._op)

@@ -23,7 +23,7 @@ from mpitrain.comm.payload import LIKE_BLOCKING
 from mpitrain.comm.request import Request
 from mpitrain.comm.script import LONGEST_TOLD, RECEIVES, EndOfRecording, Script
 from mpitrain.comm.transport import Array
-from mpitrain.comm.wire import deliver, ready, target, unmoved
+from mpitrain.comm.wire import Empty, target, unmoved
 from mpitrain.comm.world import World
 from mpitrain.errors import RecordingError, UserError
 from mpitrain.events import STEP_LISTENERS, WITNESSES, Event, tell
@@ -98,7 +98,7 @@ class _Answered(Communicator):
         if self.size == 1:
             result = unmoved(x, out, verb)
             return Request.done(result) if verb in LIKE_BLOCKING else result
-        a, script = ready(x), self.script
+        (a, empty), script = self._taken_up(x, out), self.script
         call = script.call(self, verb, a, how, peer)
         nbytes = self._payload.bytes(verb, a, how)
         self._bytes[verb] = self._bytes.get(verb, 0) + nbytes
@@ -108,7 +108,7 @@ class _Answered(Communicator):
         if listeners:
             tell(listeners, Event("message", "begin", verb, info))
         script.compare(call, a)
-        recv = self._landing(verb, a, how, out)
+        recv = self._landing(verb, a, how, out, empty)
         if verb in LIKE_BLOCKING:
             moved: Any = (_Recorded(script, call, recv), recv)
         else:
@@ -123,7 +123,7 @@ class _Answered(Communicator):
             tell(listeners, Event("message", "end", verb, {**info, "result": moved}))
         if verb in LIKE_BLOCKING:
             return self._in_flight_then(moved, call.number, verb, a, how, peer, x, out)
-        return deliver(recv, x, out)
+        return self._delivered(recv, x, out)
 
     def _in_flight_then(
         self,
@@ -142,16 +142,16 @@ class _Answered(Communicator):
         def finish() -> Any:
             if recv is not None:
                 self._tell_arrival(recv, number, verb, a, how, peer)
-            return deliver(recv, x, out)
+            return self._delivered(recv, x, out)
 
         return Request(pending, finish, lambda pending: pending.wait())
 
-    def _landing(self, verb: str, a: Array, how: Sequence[Any], out: Any) -> Array | None:
+    def _landing(self, verb: str, a: Array, how: Sequence[Any], out: Any, empty: Empty) -> Array | None:
         """Where what the message brings is put; None: it brings nothing."""
         if verb in RECEIVES:
             return a
         shape = _shape_of_result(verb, a, how, self.rank, self.size)
-        return None if shape is None else target(a, shape, out, verb)
+        return None if shape is None else target(a, shape, out, empty, verb)
 
 
 class _Axis(_Answered):

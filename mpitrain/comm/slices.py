@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-
+from mpitrain.backend import array_module
 from mpitrain.comm.page import stable_hash
 from mpitrain.comm.transport import Array
-from mpitrain.comm.wire import cut, flat, on_wire, same_memory, target
+from mpitrain.comm.wire import Empty, cut, flat, is_writeable, on_wire, same_memory, share_memory, target
 
 Counts = Sequence[int] | None  # lengths along dim of the ranks' slices; None: all have the same
 
@@ -36,6 +35,7 @@ class Joined:
         rank: of this side.
         size: number of ranks.
         out: where the caller wants the result.  If `a` is its own slice of it already, it stays where it is.
+        empty: makes the array of the result, if `out` cannot be it.
         verb: named in errors.
 
     Attributes:
@@ -44,7 +44,9 @@ class Joined:
         is_straight: whether blocks arrive where they belong, so that `join` has nothing to do.
     """
 
-    def __init__(self, a: Array, dim: int, counts: Counts, rank: int, size: int, out: Any, verb: str) -> None:
+    def __init__(
+        self, a: Array, dim: int, counts: Counts, rank: int, size: int, out: Any, empty: Empty, verb: str
+    ) -> None:
         self._dim = dim
         self._lengths = [a.shape[dim]] * size if counts is None else counts
         shape = _with_length(a.shape, dim, sum(self._lengths))
@@ -53,14 +55,14 @@ class Joined:
         own = slice(start, start + a.size)
         in_rows = prod(a.shape[:dim]) == 1
         in_place = in_rows and _holds(out, shape, own, a)
-        self.recv = out if in_place else target(a, shape, out, verb)
+        self.recv = out if in_place else target(a, shape, out, empty, verb)
         self.is_straight = in_rows and self.recv.dtype == a.dtype
-        self._landing = self.recv.reshape(-1) if self.is_straight else np.empty(self.recv.size, a.dtype)
+        self._landing = self.recv.reshape(-1) if self.is_straight else array_module(a).empty(self.recv.size, a.dtype)
         self.message: tuple[Any, ...]
         if counts is None:
             self.message = on_wire(a.copy() if in_place else a), on_wire(self._landing)
             return
-        if not np.may_share_memory(self._landing, a):
+        if not share_memory(self._landing, a):
             self._landing[own] = a.reshape(-1)
         self.message = None, on_wire(self._landing), elements
 
@@ -84,6 +86,7 @@ class Scattered:
         rank: of this side.
         size: number of ranks.
         out: where the caller wants this rank's slice.
+        empty: makes the array of the slice, if `out` cannot be it.
         verb: named in errors.
 
     Attributes:
@@ -92,14 +95,16 @@ class Scattered:
         recv: the slice, once the message is complete; shares no memory with `blocks`.
     """
 
-    def __init__(self, a: Array, dim: int, counts: Counts, rank: int, size: int, out: Any, verb: str) -> None:
+    def __init__(
+        self, a: Array, dim: int, counts: Counts, rank: int, size: int, out: Any, empty: Empty, verb: str
+    ) -> None:
         lengths = [a.shape[dim] // size] * size if counts is None else counts
         self.counts = _elements(a.shape, dim, lengths)
         self.blocks = a.reshape(-1) if prod(a.shape[:dim]) == 1 else flat(cut(a, lengths, dim))
         shape = _with_length(a.shape, dim, lengths[rank])
-        self.recv = target(a, shape, out, verb)
+        self.recv = target(a, shape, out, empty, verb)
         if self.recv is a or not self.recv.size:  # all of the sum goes where its summand is, or none of it
-            self.recv = np.empty(shape, self.recv.dtype)  # also empty arrays must not begin at one place for MPICH
+            self.recv = empty(shape, self.recv.dtype)  # also empty arrays must not begin at one place for MPICH
 
 
 def shape_of_call(verb: str, a: Array, how: Sequence[Any]) -> tuple[int, ...]:
@@ -131,6 +136,8 @@ def _elements(shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> list[
 
 def _holds(out: Any, shape: tuple[int, ...], own: slice, a: Array) -> bool:
     """Whether `out` is an array that a transport can fill, of which `a` is this slice."""
-    if type(out) is not np.ndarray or out.shape != shape or not out.flags.carray:
+    if type(out) is not type(a) or out.shape != shape or not out.flags.c_contiguous:
+        return False
+    if not is_writeable(out) or not out.dtype.isnative:
         return False
     return same_memory(a.reshape(-1), out.reshape(-1)[own])

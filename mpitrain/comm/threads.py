@@ -1,8 +1,9 @@
 """Threads as a transport: a message is complete when its partners have posted theirs.
 
 Whoever posts last does the work for all: the arrays of all ranks lie in one process, and only one rank runs (baton.py).
-Sums are taken in rank order.  A blocking `send` waits for its receiver, always, which MPI may do and does for long
-messages: what hangs for large models under MPI is a deadlock for small ones here.
+Sums are taken in rank order.  Arrays may be of a device that all ranks share: a rank waits for it before it posts its
+own, and whoever does the work waits until the device has done it.  A blocking `send` waits for its receiver, always,
+which MPI may do and does for long messages: what hangs for large models under MPI is a deadlock for small ones here.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import array_module, to_device, to_host
 from mpitrain.comm.alone import Alone
 from mpitrain.comm.baton import Room, tell_apart
 from mpitrain.comm.path import common_words, judged, last_common_call, second_line
 from mpitrain.comm.places import named, told
 from mpitrain.comm.site import call_site
 from mpitrain.comm.slices import SLICED, told_lengths
+from mpitrain.comm.staging import settle
 from mpitrain.comm.thread_rank import Call, Rank, Wait
 from mpitrain.comm.transport import Array, Pending, Transport
-from mpitrain.comm.wire import KNOWN
+from mpitrain.comm.wire import KNOWN, blocks, share_memory
 from mpitrain.errors import CollectiveMismatch, CommError
 
 _UNEVEN = ("all_to_all", "iall_to_all", "exchange")  # verbs to which ranks may bring different shapes
@@ -73,6 +76,7 @@ class Group:
         try:
             self._compare(number, parts)
             _WORK[part.verb](parts)
+            settle(part.recv, *part.takes)
         except CommError as error:
             self.room.give_up(part.wait.rank, error)
         self.last = parts[0].call or self.last
@@ -114,7 +118,11 @@ class Group:
         if source.buf.nbytes != dest.buf.nbytes:
             error = CollectiveMismatch(self._sizes(way, source, dest))
             self.room.give_up(letter.wait.rank, error)
-        dest.buf.reshape(-1).view(np.uint8)[...] = source.buf.reshape(-1).view(np.uint8)
+        bits = source.buf.reshape(-1).view(np.uint8)
+        if type(source.buf) is not type(dest.buf):  # one of the host meets one of a device
+            bits = to_device(to_host(bits), dest.buf)
+        dest.buf.reshape(-1).view(np.uint8)[...] = bits
+        settle(dest.buf)
         source.wait.done = dest.wait.done = True
 
     def _sizes(self, way: tuple[int, int, int], source: Letter, dest: Letter) -> str:
@@ -131,11 +139,17 @@ class Group:
 
 
 class LocalTransport:
-    """One member's verbs."""
+    """One member's verbs.
+
+    Attributes:
+        takes_device: whether buffers may be arrays of a device; it must be one device that all ranks share.
+    """
 
     kind = "local"
+    adds_device = True
 
-    def __init__(self, group: Group, rank: int, me: Rank) -> None:
+    def __init__(self, group: Group, rank: int, me: Rank, takes_device: bool = False) -> None:
+        self.takes_device = takes_device
         self.rank = rank
         self.size = len(group.ranks)
         self._group = group
@@ -193,8 +207,7 @@ class LocalTransport:
     ) -> Pending:
         self._check(send, recv)
         wait = Wait(self._me, self._group.name, "all_to_all")
-        gives = np.split(send.reshape(-1), np.cumsum(send_counts)[:-1])
-        takes = np.split(recv.reshape(-1), np.cumsum(recv_counts)[:-1])
+        gives, takes = blocks(send, send_counts), blocks(recv, recv_counts)
         like = (send.dtype, own)
         return self._join(Part(wait, self._me.call, "all_to_all", like, _NOTHING, _NOTHING, gives, takes))
 
@@ -241,12 +254,14 @@ class LocalTransport:
     def _check(self, *buffers: Array) -> None:
         """May this rank send at all, and are its buffers what a transport is promised?"""
         self._group.room.check(self._me)
+        settle(*buffers)
         for buf in buffers:
+            assert self.takes_device or type(buf) is np.ndarray, "the door hands out arrays of the host"
             assert buf.flags.c_contiguous, "the door hands out contiguous buffers"
             assert buf.dtype in KNOWN, f"{buf.dtype} is no wire dtype"
 
     def _check_apart(self, send: Array, recv: Array) -> None:
-        assert not np.may_share_memory(send, recv), "the door hands out buffers that do not overlap"
+        assert not share_memory(send, recv), "the door hands out buffers that do not overlap"
 
     # -- groups
 
@@ -259,7 +274,7 @@ class LocalTransport:
         key = (ranks, name, count)
         if key not in shared:
             shared[key] = Group(self._group.room, tuple(self._group.ranks[r] for r in ranks), name)
-        return LocalTransport(shared[key], ranks.index(self.rank), self._me)
+        return LocalTransport(shared[key], ranks.index(self.rank), self._me, self.takes_device)
 
     def _compare_making(self, ranks: tuple[int, ...], name: str) -> None:
         """The members of a group must agree on their order: they would never meet in it."""
@@ -282,7 +297,8 @@ class LocalTransport:
 
 
 def _total(rows: list[Array], op: object) -> Array:
-    ufunc = np.add if op == "sum" else np.maximum
+    xp = array_module(rows[0])
+    ufunc = xp.add if op == "sum" else xp.maximum
     total: Array = rows[0].copy()
     with np.errstate(over="ignore", invalid="ignore"):
         for row in rows[1:]:
@@ -297,14 +313,14 @@ def _all_reduce(parts: list[Part]) -> None:
 
 
 def _all_gather(parts: list[Part]) -> None:
-    joined = np.concatenate([part.send for part in parts])
+    joined = array_module(parts[0].send).concatenate([part.send for part in parts])
     for part in parts:
         part.recv[...] = joined
 
 
 def _reduce_scatter(parts: list[Part]) -> None:
-    blocks = np.split(_total([part.send for part in parts], "sum"), np.cumsum(parts[0].like[2])[:-1])
-    for part, block in zip(parts, blocks, strict=True):
+    summed = blocks(_total([part.send for part in parts], "sum"), parts[0].like[2])
+    for part, block in zip(parts, summed, strict=True):
         part.recv[...] = block
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import numpy as np
-
+from mpitrain.backend import array_module
 from mpitrain.comm.transport import Array
-from mpitrain.comm.wire import cut, flat, on_wire
+from mpitrain.comm.wire import Empty, blocks, cut, flat, on_wire
 
 
 class Blocks:
@@ -27,6 +26,7 @@ class Blocks:
         sent: lengths along j of the blocks for each rank.
         received: lengths along i of the blocks from each rank.
         rank: of this side.
+        empty: makes the array of the result.
 
     Attributes:
         recv: the result, once the message is complete and `join` was called.
@@ -34,14 +34,16 @@ class Blocks:
         elements: of the longest block, for each rank: what the message's way is chosen by.
     """
 
-    def __init__(self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, a: Array, i: int, j: int, sent: Sequence[int], received: Sequence[int], rank: int, empty: Empty
+    ) -> None:
         shape = list(a.shape)
         if i != j:
             shape[j] = sent[rank]
         shape[i] = sum(received)
-        self.recv = np.empty(shape, a.dtype)
+        self.recv = empty(tuple(shape), a.dtype)
         self._i, self._received = i, received
-        self._landing = self.recv if i == 0 else np.empty(self.recv.size, a.dtype)
+        self._landing = self.recv if i == 0 else array_module(a).empty(self.recv.size, a.dtype)
         each_sent = prod(a.shape[:j] + a.shape[j + 1 :])  # elements of a block of length 1
         each_received = prod(shape[:i] + shape[i + 1 :])
         self._counts = [count * each_received for count in received]
@@ -54,7 +56,6 @@ class Blocks:
         """Bring what has arrived into the order of the result."""
         if self._i:
             i, shape = self._i, self.recv.shape
-            pieces = np.split(self._landing, np.cumsum(self._counts)[:-1])
-            blocks = zip(pieces, self._received, strict=True)
-            parts = [piece.reshape((*shape[:i], length, *shape[i + 1 :])) for piece, length in blocks]
-            np.concatenate(parts, axis=i, out=self.recv)
+            pieces = zip(blocks(self._landing, self._counts), self._received, strict=True)
+            parts = [piece.reshape((*shape[:i], length, *shape[i + 1 :])) for piece, length in pieces]
+            array_module(self.recv).concatenate(parts, axis=i, out=self.recv)

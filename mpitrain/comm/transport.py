@@ -10,25 +10,33 @@ a recording, a wrapper that delays.
 
 What the door promises to a transport: arrays are C-contiguous NumPy arrays in host memory, in native byte order and of
 a *wire dtype* (bool, integer, float32, float64, complex; never float16 or bfloat16: those arrive as uint16), and every
-buffer holds less than `Mode.limit` elements.  Shapes are of no interest: elements are counted in C order.  All members
+buffer holds at most `Mode.limit` elements.  A transport that `takes_device` arrays is given both: all buffers of a call
+lie on the host, or all on this rank's device.  Shapes are of no interest: elements are counted in C order.  All members
 call the collectives of one group in the same order; several non-blocking ones may be in flight.
 
 What a transport promises to the door: it fills exactly the receive buffers it was given, keeps no reference to any
 buffer after the call (after `Pending` completion) and writes into no send buffer.  `send` and `recv` of one call may
 be the *same object* where the text says *in place*; otherwise they do not overlap.
+
+What a transport that takes device arrays promises: what the rank's current stream was given before the call comes
+before the message reads *and writes* its buffers, and what it is given later comes after the message, once the verb has
+returned (of a `Pending`: `wait` has returned, or `test` was true).  The host need not have waited for either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.comm.open_requests import OpenRequests
 from mpitrain.errors import CommError, UserError
+
+if TYPE_CHECKING:
+    from mpitrain.comm.staging import Pinned
 
 Array = NDArray[Any]
 DType = np.dtype[Any]
@@ -59,6 +67,16 @@ class Transport(Protocol):
     rank: int
     size: int
     kind: str  # "mpi", "local" or "alone"
+
+    @property
+    def takes_device(self) -> bool:
+        """Whether buffers may be arrays of this rank's device."""
+        ...
+
+    @property
+    def adds_device(self) -> bool:
+        """Whether they may be in sums, too; else the door has them moved, and adds them up on the device."""
+        ...
 
     # -- collectives: every member calls them, in the same order
 
@@ -295,6 +313,7 @@ class Mode:
         unfinished: what of this rank's messages in flight needs a hand (`advance`) to move on while the rank waits for
             another one.
         requests: of this rank that nobody has waited for, as far as they were made in checked mode.
+        pinned: page-locked buffers for device arrays that go through the host; None before the first.
         within: of the op that this rank is in, and of its states, what is to stand behind a call in a report; "" if
             nobody has told.
     """
@@ -306,6 +325,7 @@ class Mode:
     asked: bool = False
     holders: int = 0
     requests: OpenRequests = field(default_factory=OpenRequests)
+    pinned: Pinned | None = None
     within: str = ""
 
     def hold(self, more: int) -> None:

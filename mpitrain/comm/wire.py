@@ -1,20 +1,24 @@
 """What an array looks like on the wire, and how dims are cut and joined around it.
 
-A transport moves C-contiguous host arrays in a few dtypes.  Everything that has to happen to a user's array before and
-after stands here: Fortran order and strides (MPI would send memory order and re-order the elements without a word),
-foreign byte order, device arrays, dtypes that an MPI may not know (float16, bfloat16), and dims other than the first.
+A transport moves C-contiguous arrays in a few dtypes, of the host or, where it can, of a device.  Everything that has
+to happen to a user's array before and after stands here: Fortran order and strides (MPI would send memory order and
+re-order the elements without a word), foreign byte order, dtypes that an MPI may not know (float16, bfloat16), and dims
+other than the first.  How arrays cross between device and host stands in staging.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import array_module, is_half, to_device, to_host
+from mpitrain.backend import address, array_module, is_half, to_host
 from mpitrain.comm.transport import Array, DType
 from mpitrain.errors import CommError, ShapeError
+
+Empty = Callable[[tuple[int, ...], Any], Array]
+"""Makes the uninitialised C-contiguous array that a transport fills: of the host, page-locked, or of a device."""
 
 # The dtypes every MPI knows.  Others of the same size travel as their bits.
 KNOWN = frozenset(np.dtype(code) for code in "?bhilqBHILQfdFD")
@@ -28,7 +32,7 @@ _BITS: dict[int, DType] = {
 
 
 def ready(x: Any) -> Array:
-    """`x` as a C-contiguous NumPy array in native byte order: itself where it is one, else a copy.
+    """`x`, of the host, as a C-contiguous NumPy array in native byte order: itself where it is one, else a copy.
 
     Raises:
         CommError: x holds Python objects.
@@ -37,7 +41,7 @@ def ready(x: Any) -> Array:
         if x.dtype.hasobject:
             raise CommError("an array of Python objects cannot travel; exchange(obj) carries small JSON values")
         return x
-    a = np.asarray(to_host(x) if hasattr(x, "dtype") else x)
+    a = np.asarray(x)
     return ready(np.array(a, dtype=a.dtype.newbyteorder("="), order="C", subok=False))
 
 
@@ -77,54 +81,59 @@ def check_out(dtype: DType, shape: tuple[int, ...], out: Any, verb: str) -> None
         raise ShapeError(f"{verb}: out has shape {out.shape}, the result {shape}")
     if out.dtype != dtype and not (is_half(dtype) and out.dtype == np.float32):
         raise CommError(f"{verb}: out is {out.dtype}, the array {dtype}; only halves may widen, to float32")
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
+    if not is_writeable(out):
         raise CommError(f"{verb}: out is read-only")
 
 
-def target(a: Array, shape: tuple[int, ...], out: Any, verb: str) -> Array:
-    """The host array that a transport shall fill: `out` itself where it can, else a fresh one.
+def target(a: Array, shape: tuple[int, ...], out: Any, empty: Empty, verb: str) -> Array:
+    """The array that a transport shall fill: `out` itself where it can, else a fresh one.
 
     Args:
         a: the ready input, which must not be overwritten while it is read.
         shape: of the result.
         out: where the caller wants it, or None.
+        empty: makes a fresh one.
         verb: named in errors.
     """
     if out is None:
-        return np.empty(shape, a.dtype)
-    if out is a and a.flags.writeable and a.shape == shape:
+        return empty(shape, a.dtype)
+    if out is a and a.shape == shape and is_writeable(a):
         return a
-    if type(out) is np.ndarray and out.dtype == a.dtype and out.shape == shape and out.flags.carray:  # the usual case
-        if not np.may_share_memory(a, out):
-            usual: Array = out
-            return usual
+    if type(out) is type(a) is np.ndarray and out.dtype == a.dtype and out.shape == shape and out.flags.carray:
+        fits = True  # the usual case
     else:
         check_out(a.dtype, shape, out, verb)
-    fits = type(out) is np.ndarray and out.flags.c_contiguous and out.dtype.isnative
-    if fits and not np.may_share_memory(a, out):
+        fits = type(out) is type(a) and out.flags.c_contiguous and out.dtype.isnative
+    if fits and not share_memory(a, out):
         straight: Array = out
         return straight
     if fits and same_memory(a, out):
         return a  # one object: so the transport works in place
-    return np.empty(shape, out.dtype.newbyteorder("="))
+    return empty(shape, out.dtype.newbyteorder("="))
 
 
-def deliver(recv: Array | None, x: Any, out: Any) -> Any:
-    """Bring a result to where the caller wants it: into `out`, else to the device of `x`."""
-    if recv is None:
-        return None
-    if out is None:
-        return recv if type(x) is np.ndarray else to_device(recv, x)
-    if out is not recv and not (type(out) is np.ndarray and same_memory(recv, out)):
-        out[...] = to_device(recv, out)
+def deliver(recv: Array, out: Any) -> Any:
+    """Bring a result on the host, or where `out` is, into `out`, unless it stands there."""
+    if out is not recv and not (type(out) is type(recv) and same_memory(recv, out)):
+        out[...] = to_host(recv) if type(out) is np.ndarray else recv
     return out
 
 
+def is_writeable(a: Array) -> bool:
+    """False for a read-only array; CuPy has none."""
+    return type(a) is not np.ndarray or bool(a.flags.writeable)
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays of one module may have elements in common."""
+    return bool((np if type(a) is np.ndarray else array_module(a)).may_share_memory(a, b))
+
+
 def same_memory(a: Array, b: Array) -> bool:
-    """Whether two C-contiguous arrays are views of exactly the same elements."""
+    """Whether two C-contiguous arrays of one module are views of exactly the same elements."""
     if a.shape != b.shape or a.dtype != b.dtype or not b.flags.c_contiguous:
         return False
-    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+    return address(a) == address(b)
 
 
 def unmoved(x: Any, out: Any, verb: str) -> Any:
@@ -174,9 +183,14 @@ def cut(a: Array, counts: Sequence[int], dim: int) -> list[Array]:
 
 def flat(pieces: Sequence[Array]) -> Array:
     """The pieces' elements, each in C order, one piece after the other."""
-    joined = np.empty(sum(piece.size for piece in pieces), pieces[0].dtype)
+    joined = array_module(pieces[0]).empty(sum(piece.size for piece in pieces), pieces[0].dtype)
     start = 0
     for piece in pieces:
         joined[start : start + piece.size].reshape(piece.shape)[...] = piece
         start += piece.size
     return joined
+
+
+def blocks(a: Array, counts: Sequence[int]) -> list[Array]:
+    """Views of the elements of a C-contiguous array, cut into consecutive blocks."""
+    return cut(a.reshape(-1), counts, 0)

@@ -35,6 +35,7 @@ class World(Communicator):
         library: what moves the messages, for people: "Open MPI 5.0.11".
         progress: one line: who drives messages on while ranks compute.
         host: name of this rank's host.
+        device_messages: how arrays of devices travel (device_messages.py), for people; "": there are none yet.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class World(Communicator):
         self.library = library
         self.progress = progress
         self.host = host or platform.node()
+        self.device_messages = ""
         if os.environ.get("MPITRAIN_DETERMINISTIC", "0") not in ("", "0"):
             self.set_deterministic()
         if os.environ.get("MPITRAIN_CHECK", "0") not in ("", "0"):

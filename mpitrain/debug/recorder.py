@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.backend import to_host
 from mpitrain.comm.payload import LIKE_BLOCKING
 from mpitrain.comm.replay import ReplayWorld
 from mpitrain.comm.script import RECEIVES, digest
@@ -146,12 +147,12 @@ class Recorder:
 
     def _brings(self, a: Any) -> Value:
         if self._sent == "digest":
-            return Value(_known(a), a.shape, digest=digest(a))
+            return Value(_known(a), a.shape, digest=digest(to_host(a)))
         return self._keep(a)
 
     def _keep(self, a: Any) -> Value:
         _known(a)
-        return self._writer.value(a)
+        return self._writer.value(to_host(a))
 
     def _end(self, verb: str, info: Mapping[str, Any]) -> None:
         if verb in LIKE_BLOCKING:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mpitrain.doctor.ask import Finding
+from mpitrain.doctor.gpu import check_gpu
 from mpitrain.doctor.launchers import check_mpi, check_slurm
 from mpitrain.doctor.machine import (
     check_cores,
     check_extras,
     check_folder,
-    check_gpu,
     check_kernels,
     check_numpy,
     check_python,

@@ -1,4 +1,4 @@
-"""What the machine is: Python, NumPy, cores, memory, GPU, HDF5 and the current folder."""
+"""What the machine is: Python, NumPy, cores, memory, HDF5 and the current folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mpitrain import kernels
-from mpitrain.doctor.ask import Finding, ask, ask_python
+from mpitrain.doctor.ask import Finding, ask_python
 from mpitrain.errors import ConfigError
 
 MIB = 2**20
@@ -115,26 +115,6 @@ def check_shared_memory() -> list[Finding]:
         return [Finding("/dev/shm", "ok", text)]
     fix = "docker run --shm-size=1g ...; with Open MPI also: export OMPI_MCA_btl_sm_backing_directory=/tmp"
     return [Finding("/dev/shm", "warn", f"{text}: too little for many ranks", fix)]
-
-
-def check_gpu() -> list[Finding]:
-    """NVIDIA devices and whether CuPy reaches them (that it can be imported does not mean so)."""
-    driver = ask(["nvidia-smi", "-L"], 15)
-    devices = [line for line in driver.text.splitlines() if line.startswith("GPU ")] if driver.code == 0 else []
-    program = "import cupy; print(cupy.__version__, cupy.cuda.runtime.getDeviceCount(), float(cupy.ones(2).sum()))"
-    answer = ask_python(program, 60)
-    if answer.code == 0:
-        version, count, _ = answer.text.split()[-3:]
-        return [Finding("GPU", "ok", f"{count} device(s) through CuPy {version}")]
-    has_cupy = "No module named 'cupy'" not in answer.text
-    if devices and not has_cupy:
-        fix = "python -m pip install 'mpitrain[cuda13]'   (or cuda12, as the driver is)"
-        return [Finding("GPU", "note", f"{len(devices)} device(s), but no CuPy; the CPU is used", fix)]
-    if devices or (has_cupy and driver.code == 0):
-        return [
-            Finding("GPU", "warn", f"CuPy does not reach {len(devices)} device(s): {answer.last_line}", "nvidia-smi")
-        ]
-    return [Finding("GPU", "ok", f"none{' (CuPy is installed)' if has_cupy else ''}; the CPU is used")]
 
 
 def check_folder() -> list[Finding]:

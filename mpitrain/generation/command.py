@@ -16,6 +16,8 @@ from typing import Any
 
 from mpitrain.backend import DTYPES
 from mpitrain.checkpoint.tools.source import Source
+from mpitrain.comm.device_messages import use_device_messages
+from mpitrain.comm.devices import device_of_rank
 from mpitrain.comm.launcher import announced, is_first
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.together import together
@@ -42,7 +44,7 @@ TITLE = """usage: mpitrain generate CHECKPOINT --prompt TEXT [options]
 Writes what the model of a checkpoint, or of the newest one of a run, says after a prompt; on as many ranks as it is
 started with: mpirun -n 4 mpitrain generate ... --tp 2, or without MPI mpitrain local -n 4 generate ... --tp 2"""
 
-_LAYOUT = ("dp", "pp", "tp", "ep", "cp", "sequence_parallel", "zero", "timeout", "start_timeout")
+_LAYOUT = "dp pp tp ep cp sequence_parallel zero device device_messages timeout start_timeout".split()
 
 OPTIONS: Mapping[str, Option] = {
     option.name: option
@@ -162,9 +164,11 @@ def _generate(path: str, given: Mapping[str, Any]) -> int:
     config = replace(of_run, dropout=0.0, **asked)
     words, texts, prompts = _prompts(ranks, source, sizes.vocab, given)
     check_prompts(prompts, sizes, given["slide"])
+    device = device_of_rank(ranks, config.device)
+    use_device_messages(ranks, config.device_messages, device)
     mesh = Mesh(ranks, pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp, ep=config.ep)
     longest = min(sizes.seq_len, sizes.window or sizes.seq_len, max(map(len, prompts)) + given["length"])
-    model = load(source, config, sizes, mesh, kept=len(prompts) * longest)
+    model = load(source, config, sizes, mesh, kept=len(prompts) * longest, device=device)
     written = Texts(texts, () if given["past_end"] else _ends(source, words))
     launched = announced(os.environ) is not None and ranks.kind != "local"
     printer = Printer(sys.stdout, sys.stderr, written, words, given["json"], launched) if mesh.is_reporter else None

@@ -12,7 +12,7 @@ for each level of CPU:
 The names below are what everybody calls.  Which version stands behind them is decided here and nowhere else, by
 `select`, for the whole process: at import the level that the environment variable MPITRAIN_KERNELS names, or else the
 best that this CPU runs.  Levels round differently, so ranks agree on one before they train.  Arrays on a GPU, once
-`serve` was called, take CUDA at every level but `numpy`, where CuPy computes the formulas of the references.
+`serve` was called, take CUDA, unless `numpy` was asked for by name: then CuPy computes the formulas of the references.
 
 All kernels take float16, bfloat16, float32 and float64 (the update alone no halves).  Half precision is storage only:
 what a kernel gives is that of the same numbers in float32, rounded once; statistics and sums over rows stay float32.
@@ -27,6 +27,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.kernels import reference
 from mpitrain.kernels.reference import (
     adamw,
+    adamw_runs,
     attention,
     attention_backward,
     combine,
@@ -38,12 +39,15 @@ from mpitrain.kernels.reference import (
     cross_entropy_backward,
     dropout,
     erf,
+    factor,
     gelu_backward,
     gelu_erf,
     gelu_tanh,
+    hash_rows,
     jitter,
     layer_norm,
     layer_norm_backward,
+    linear,
     matmul,
     max_pool2d,
     max_pool2d_backward,
@@ -57,10 +61,13 @@ from mpitrain.kernels.reference import (
     rotary_pack,
     rotary_unpack,
     row_sum,
+    sgd,
+    sgd_runs,
     softmax,
     softmax_backward,
     sum_of_squares,
     sum_rows,
+    sums_of_squares,
     swiglu,
     swiglu_backward,
     widen,
@@ -68,6 +75,7 @@ from mpitrain.kernels.reference import (
 
 __all__ = [
     "adamw",
+    "adamw_runs",
     "attention",
     "attention_backward",
     "combine",
@@ -80,14 +88,17 @@ __all__ = [
     "cross_entropy_backward",
     "dropout",
     "erf",
+    "factor",
     "gelu_backward",
     "gelu_erf",
     "gelu_tanh",
+    "hash_rows",
     "jitter",
     "layer_norm",
     "layer_norm_backward",
     "level",
     "levels",
+    "linear",
     "matmul",
     "max_pool2d",
     "max_pool2d_backward",
@@ -103,10 +114,14 @@ __all__ = [
     "row_sum",
     "select",
     "serve",
+    "serves_devices",
+    "sgd",
+    "sgd_runs",
     "softmax",
     "softmax_backward",
     "sum_of_squares",
     "sum_rows",
+    "sums_of_squares",
     "swiglu",
     "swiglu_backward",
     "wanted",
@@ -163,11 +178,12 @@ def select(name: str | None) -> None:
         ConfigError: this CPU or this installation does not have it.
     """
     global _chosen
-    if name is not None:
-        use(name)
-    _chosen = name
-    if name is None:
+    before, _chosen = _chosen, name
+    try:
         use(wanted())
+    except ConfigError:
+        _chosen = before
+        raise
 
 
 def serve(xp: Any) -> None:
@@ -181,6 +197,14 @@ def serve(xp: Any) -> None:
     use(_level)
 
 
+def serves_devices() -> bool:
+    """Whether arrays of a device take the kernels written for it.
+
+    Formulas serve devices only where they were asked for: a CPU whose best level they are may stand beside a GPU.
+    """
+    return _device is not None and (_chosen or os.environ.get(VARIABLE)) != "numpy"
+
+
 def use(name: str) -> None:
     """As `select`, but what ranks agree on later may be another level."""
     global _level
@@ -190,13 +214,13 @@ def use(name: str) -> None:
         compiled.use(name)
     for kernel in reference.__all__:
         host = getattr(compiled, kernel, None) if name != "numpy" else None
-        globals()[kernel] = _for_devices(kernel, host or getattr(reference, kernel), name)
+        globals()[kernel] = _for_devices(kernel, host or getattr(reference, kernel))
     _level = name
 
 
-def _for_devices(kernel: str, host: Callable[..., Any], level: str) -> Callable[..., Any]:
-    """The kernel as it is where there are devices: what its first argument is decides."""
-    if _device is None or level == "numpy":
+def _for_devices(kernel: str, host: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as it is where there are devices: where its first array lives decides."""
+    if not serves_devices():
         return host
     from mpitrain.kernels import cuda
 
@@ -207,7 +231,10 @@ def _for_devices(kernel: str, host: Callable[..., Any], level: str) -> Callable[
 
     @functools.wraps(host)
     def either(first: Any, *others: Any, **named: Any) -> Any:
-        return (device if isinstance(first, its_array) else host)(first, *others, **named)
+        one = first
+        while isinstance(one, (list, tuple)) and one:  # kernels of several arrays, or of runs of them
+            one = one[0]
+        return (device if isinstance(one, its_array) else host)(first, *others, **named)
 
     return either
 

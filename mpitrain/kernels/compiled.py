@@ -26,7 +26,8 @@ from mpitrain.kernels.compiled_images import (  # noqa: F401 - kernels by name
 from mpitrain.kernels.reference.products import multiply, product_dtype
 from mpitrain.kernels.reference.residual import keep_scale
 from mpitrain.kernels.reference.rotary import packed, unpacked
-from mpitrain.kernels.reference.update import adamw_numbers
+from mpitrain.kernels.reference.update import adamw_numbers, each_run, each_sgd
+from mpitrain.kernels.several import AdamwRun, Several, SgdRun
 
 levels, use = _compiled.levels, _compiled.use
 
@@ -553,6 +554,18 @@ def sum_of_squares(x: Array) -> Any:
     return _compiled.sum_of_squares(_given(x), _spare(x, compute, 1, 1))
 
 
+def adamw_runs(runs: Several[AdamwRun], *, update: int, lr: float, beta1: float, beta2: float, eps: float) -> None:
+    each_run(adamw, narrow, runs, update=update, lr=lr, beta1=beta1, beta2=beta2, eps=eps)
+
+
+def sgd_runs(runs: Several[SgdRun], *, lr: float, momentum: float, nesterov: bool) -> None:
+    each_sgd(narrow, runs, lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+def sums_of_squares(arrays: Several[Array]) -> Any:
+    return [sum_of_squares(x) for x in arrays]
+
+
 # ------------------------------------------------------------------------------------------------------------- halves
 
 
@@ -573,7 +586,11 @@ def narrow(x: Array, dtype: Any, out: Array | None = None) -> Array:
     return _delivered(into, out)
 
 
-def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
+def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None, add: bool = False) -> Array:
+    if add:
+        assert out is not None, "there is nothing to add to"
+        out += matmul(a, b, dtype=wide(out.dtype))
+        return out
     if out is None and a.dtype is b.dtype and (a.dtype is _SINGLE or a.dtype is _DOUBLE):  # small ones are many
         plain = type(a) is type(b) is np.ndarray and a.flags.c_contiguous and b.flags.c_contiguous
         if plain and (dtype is None or dtype == a.dtype):
@@ -587,6 +604,17 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
     if result == _SINGLE:
         return multiply(np, a, b, out)
     return narrow(np.asarray(multiply(np, a, b)), result, out)
+
+
+def linear(x: Array, w: Array, bias: Array, dtype: Any = None) -> Array:
+    dtype = product_dtype(x, w) if dtype is None else np.dtype(dtype)
+    y = matmul(x, w, dtype=wide(dtype))
+    y += bias
+    return y if y.dtype == dtype else narrow(y, dtype)
+
+
+def factor(x: Array) -> Array:
+    return widen(x) if is_half(x.dtype) else x
 
 
 def _wide_matrix(x: Array) -> Array:

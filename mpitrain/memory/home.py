@@ -76,7 +76,9 @@ class Home:
         vector = StoredArray(self.store, _state(kind), 0, (elements,), dtype)
         if kind in self._given:  # to an optimizer before
             for start in range(0, elements, ZEROS):
-                vector.put(start, np.zeros(min(ZEROS, elements - start), dtype))
+                zeros = vector.room(min(ZEROS, elements - start))  # where one computes: a store takes no other arrays
+                zeros[...] = 0
+                vector.put(start, zeros)
         self._given.add(kind)
         return vector
 

@@ -53,12 +53,11 @@ class HostMemory:
 
     Args:
         regions: sized now; pages are the operating system's until they are written.
-        pinned: whether the device copies by itself from and to it (page-locked; needs CuPy).
+        xp: of the device that copies from and to it by itself, for which it is page-locked; numpy: none does.
     """
 
-    def __init__(self, regions: Sequence[Region], pinned: bool = False) -> None:
-        empty = _pinned if pinned else _plain
-        self._memory = {region.name: empty(region.nbytes) for region in regions}
+    def __init__(self, regions: Sequence[Region], xp: Any = np) -> None:
+        self._memory = {region.name: _zeros(region.nbytes, xp) for region in regions}
 
     def read(self, region: str, offset: int, into: Array) -> None:
         into[...] = self._memory[region][offset : offset + into.size]
@@ -74,14 +73,11 @@ class HostMemory:
         self._memory.clear()
 
 
-def _plain(nbytes: int) -> Array:
-    return np.zeros(nbytes, np.uint8)  # zeros come from the operating system when they are first touched
-
-
-def _pinned(nbytes: int) -> Array:
-    import cupy
-
-    memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+def _zeros(nbytes: int, xp: Any) -> Array:
+    if xp is np:
+        return np.zeros(nbytes, np.uint8)  # from the operating system, when they are first touched
+    # Not from CuPy's pool of such memory: it takes the next power of two, which may be twice as much.
+    memory = xp.cuda.PinnedMemoryPointer(xp.cuda.PinnedMemory(max(nbytes, 1)), 0)
     array = np.frombuffer(memory, np.uint8, nbytes)
     array[...] = 0
     return array

@@ -270,7 +270,7 @@ def open_store(
         return Resident(regions, like)
     medium: Medium
     if kind == HOST:
-        medium = HostMemory(regions, pinned=array_module(like) is not np)
+        medium = HostMemory(regions, array_module(like))
     else:
         medium = File(Path(folder), regions, rank)
     return MemoryStore(regions, medium, IoThread(f"store of rank {rank}"), like, pending)

@@ -38,6 +38,7 @@ TAGS = {
     "skipped": "optimizer/skipped",
     "tokens": "progress/tokens",
     "tokens_per_s": "progress/tokens_per_s",
+    "device_memory_bytes": "device/memory_bytes",
     "balance_loss": "experts/balance_loss",
     "z_loss": "experts/z_loss",
 }

@@ -176,9 +176,9 @@ class CutFlat(Flat):
 
         Zeros for what was not used.  They are in the dtype of the weights, as `as_sent` has them.
         """
-        xp, dtype = array_module(self.weights), self.weights.dtype
+        dtype = self.weights.dtype
         vectors = [p.grad.reshape(-1) if p.touched else None for p in self.parameters[first:last]]
-        buffer = xp.empty(self.offsets[last] - self.offsets[first], dtype)
+        buffer = self.xp.empty(self.offsets[last] - self.offsets[first], dtype)
         at = 0
         for of_rank in self.ranges:
             for (start, stop), vector in zip(of_rank[first:last], vectors, strict=True):
@@ -215,7 +215,7 @@ class CutFlat(Flat):
         """This rank's weights of parameters [first, last), one after the other."""
         if self.stage == 3:
             return self.weights[self.own(first, last)]
-        return array_module(self.weights).concatenate([share.data.reshape(-1) for share in self.shares[first:last]])
+        return self.xp.concatenate([share.data.reshape(-1) for share in self.shares[first:last]])
 
     def unpack(self, gathered: Array, first: int, last: int, into: Sequence[Array]) -> None:
         """Bring what ranks keep of parameters [first, last), rank after rank, into whole tensors."""

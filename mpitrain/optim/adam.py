@@ -12,10 +12,12 @@ from typing import NamedTuple
 from mpitrain import kernels
 from mpitrain.backend import Array
 from mpitrain.comm.mesh import Mesh
+from mpitrain.kernels.several import AdamwRun, Several
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.elementwise import WINDOW, Elementwise, Keep
 from mpitrain.optim.groups import Group
 from mpitrain.optim.optimizer import require
+from mpitrain.optim.runs import Run
 from mpitrain.optim.windows import AHEAD
 
 
@@ -82,6 +84,17 @@ class AdamW(Elementwise):
         require("eps", eps, eps >= 0, "0 or more")
         self.beta1, self.beta2 = betas
         self.eps = eps
+        self._given: Sequence[Run] = ()
+        self._together: Several[AdamwRun] = Several()  # the runs that were given last, with their state
+
+    def _update_runs(self, runs: Sequence[Run], lr: float) -> None:
+        if runs is not self._given:
+            self._given = runs
+            treated = ((run, *self._state_of(run), run.treatment) for run in runs)
+            self._together = Several(
+                [AdamwRun(run.weights, run.grads, m, v, run.halves, of.rate, of.decay) for run, m, v, of in treated]
+            )
+        kernels.adamw_runs(self._together, update=self.updates, lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps)
 
     def _update(self, p: Array, g: Array, state: Sequence[Array], lr: float, decay: float) -> None:
         update(p, g, state, Hyper(self.updates, lr, self.beta1, self.beta2, self.eps, decay))

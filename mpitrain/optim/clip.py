@@ -15,13 +15,12 @@ Paper: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpitrain import kernels
-from mpitrain.backend import Array, array_module, to_host
+from mpitrain.backend import Array, array_module, floats
+from mpitrain.kernels.several import Several
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.runs import is_elsewhere
 
@@ -71,18 +70,17 @@ def sum_of_squares(arrays: Iterable[Array]) -> float:
 
 def squares(arrays: Iterable[Array]) -> list[float]:
     """For each array the sum of the squares of its elements, in float64; infinity or NaN where an element is."""
-    return on_host([kernels.sum_of_squares(array) for array in arrays])
+    return floats(found_squares(Several([*arrays])))
 
 
-def square(array: Array) -> Any:
-    """Sum of the squares of the elements; of an array that lives elsewhere the one that was noted when it left."""
-    return array.squares if is_elsewhere(array) else kernels.sum_of_squares(array)
+def found_squares(arrays: Several[Array]) -> list[Any]:
+    """The same for `floats`, with which a device is waited for.
 
-
-def on_host(numbers: Sequence[Any]) -> list[float]:
-    """Numbers, or arrays () on a device, which is waited for once."""
-    xp = array_module(*numbers)
-    return [float(number) for number in (numbers if xp is np else to_host(xp.stack(numbers)))]
+    Of an array that lives elsewhere it is what was noted when it left.
+    """
+    if any(map(is_elsewhere, arrays)):
+        return [array.squares if is_elsewhere(array) else kernels.sum_of_squares(array) for array in arrays]
+    return [kernels.sums_of_squares(arrays)] if arrays else []
 
 
 def global_norm(local_squares: float, sum_over_ranks: Callable[[float], float]) -> float:

@@ -18,7 +18,7 @@ from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.groups import Group
 from mpitrain.optim.optimizer import Joined, Optimizer, StateTensor
 from mpitrain.optim.runs import Run, is_elsewhere, join
-from mpitrain.optim.sound import MEANS_OF_SQUARES, unsound
+from mpitrain.optim.sound import MEANS_OF_SQUARES, is_sound, look, unsound
 from mpitrain.optim.windows import AHEAD, Cut, Vector, pass_over, windows_of
 
 WINDOW = 2**20
@@ -67,12 +67,18 @@ class Elementwise(Optimizer):
         if self._looks is not None or any(is_elsewhere(array) for run in runs for array in run[:3]):
             self._update_windows(runs, lr)
             return
+        self._update_runs(runs, lr)
+
+    def _update_runs(self, runs: Sequence[Run], lr: float) -> None:
+        """Runs of which all is here."""
         for run in runs:
-            stop = run.start + run.weights.size
-            state = [vector[run.start : stop] for vector in self._state.values()]
-            self._update(run.weights, run.grads, state, lr * run.treatment.rate, run.treatment.decay)
+            self._update(run.weights, run.grads, self._state_of(run), lr * run.treatment.rate, run.treatment.decay)
             if run.halves is not None:
                 kernels.narrow(run.weights, run.halves.dtype, out=run.halves)
+
+    def _state_of(self, run: Run) -> list[Array]:
+        """Each kind's part for a run."""
+        return [vector[run.start : run.start + run.weights.size] for vector in self._state.values()]
 
     def _update_windows(self, runs: Sequence[Run], lr: float) -> None:
         """The same, with what lives elsewhere fetched ahead and written behind."""
@@ -119,7 +125,7 @@ class Elementwise(Optimizer):
 
     def look(self) -> list[Any]:
         if self._looks is None:
-            return super().look()
+            return look(self._whole())
         if not self._is_seen:
             size = next((vector.size for vector in self._state.values()), 0)
             starts = range(0, size, self._window)
@@ -131,11 +137,15 @@ class Elementwise(Optimizer):
 
     def is_sound(self, looks: Sequence[float]) -> bool:
         if self._looks is None:
-            return super().is_sound(looks)
+            return is_sound(self._whole(), looks)
         if any(number < 0.0 for number in looks):
             return False
         # As in sound.is_sound: squares may overflow when they are added up.
         return all(map(math.isfinite, looks)) or not any(True for _ in unsound(self.state_dict()))
+
+    def _whole(self) -> dict[str, dict[str, Array]]:
+        """The state as it lies, one vector a kind: fewer things to look at than parameters."""
+        return {kind: {"all parameters": vector} for kind, vector in self._state.items()}
 
     @abstractmethod
     def _update(self, p: Array, g: Array, state: Sequence[Array], lr: float, decay: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import Array
+from mpitrain.backend import Array, address
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.groups import Treatment
 
@@ -81,7 +81,7 @@ def _adjoins(before: Array, array: Array) -> bool:
         and base is before.base
         and base.flags.c_contiguous
         and array.dtype == before.dtype
-        and _address(array) == _address(before) + before.nbytes
+        and address(array) == address(before) + before.nbytes
     )
 
 
@@ -97,11 +97,6 @@ def _vector(first: Array, size: int) -> Array:
         return first.part(0, (size,))
     if size == first.size:
         return first.reshape(-1)
-    start = _address(first) - _address(first.base)
+    start = address(first) - address(first.base)
     raw = first.base.reshape(-1).view(np.uint8)
     return raw[start : start + size * first.itemsize].view(first.dtype)
-
-
-def _address(array: Array) -> int:
-    interface = getattr(array, "__array_interface__", None) or array.__cuda_array_interface__
-    return int(interface["data"][0])

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mpitrain.backend import Array, array_module
+from mpitrain import kernels
+from mpitrain.backend import Array
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.blocks import vector_blocks
+from mpitrain.kernels.several import Several, SgdRun
 from mpitrain.nn.parameter import Parameter
 from mpitrain.optim.elementwise import WINDOW, Elementwise, Keep
 from mpitrain.optim.groups import Group
 from mpitrain.optim.optimizer import require
+from mpitrain.optim.runs import Run
 from mpitrain.optim.windows import AHEAD
 
 
@@ -42,31 +44,7 @@ def update(p: Array, g: Array, state: Sequence[Array], hyper: Hyper) -> None:
 
     Without momentum u is d, and nothing is kept.  All are vectors of one length and dtype.
     """
-    xp = array_module(p)
-    lr, mu, nesterov, weight_decay = hyper
-    for block, scratch in vector_blocks(p):
-        weights, d = p[block], g[block]
-        if not state:
-            if weight_decay:
-                xp.multiply(weights, 1.0 - lr * weight_decay, out=weights)
-            xp.multiply(d, lr, out=scratch)
-            xp.subtract(weights, scratch, out=weights)
-            continue
-        velocity = state[0][block]
-        if weight_decay:
-            xp.multiply(weights, weight_decay, out=scratch)
-            xp.add(scratch, d, out=scratch)
-            d = scratch
-        xp.multiply(velocity, mu, out=velocity)
-        xp.add(velocity, d, out=velocity)
-        if nesterov:
-            # p - lr d first, while scratch still holds d, then p - lr mu u.
-            xp.multiply(d, lr, out=scratch)
-            xp.subtract(weights, scratch, out=weights)
-            xp.multiply(velocity, lr * mu, out=scratch)
-        else:
-            xp.multiply(velocity, lr, out=scratch)
-        xp.subtract(weights, scratch, out=weights)
+    kernels.sgd(p, g, *(state or (None,)), **hyper._asdict())
 
 
 class Sgd(Elementwise):
@@ -108,9 +86,21 @@ class Sgd(Elementwise):
         self.kinds = ("velocity",) if momentum else ()
         self.momentum = momentum
         self.nesterov = nesterov
+        self._given: Sequence[Run] = ()
+        self._together: Several[SgdRun] = Several()  # the runs that were given last, with their state
         super().__init__(
             parameters, lr=lr, weight_decay=weight_decay, groups=groups, mesh=mesh, keep=keep, window=window
         )
+
+    def _update_runs(self, runs: Sequence[Run], lr: float) -> None:
+        if runs is not self._given:
+            self._given = runs
+            velocities = (self._state_of(run)[0] if self.kinds else None for run in runs)
+            treated = ((run, u, run.treatment) for run, u in zip(runs, velocities, strict=True))
+            self._together = Several(
+                [SgdRun(run.weights, run.grads, u, run.halves, of.rate, of.decay) for run, u, of in treated]
+            )
+        kernels.sgd_runs(self._together, lr=lr, momentum=self.momentum, nesterov=self.nesterov)
 
     def _update(self, p: Array, g: Array, state: Sequence[Array], lr: float, decay: float) -> None:
         update(p, g, state, Hyper(lr, self.momentum, self.nesterov, decay))

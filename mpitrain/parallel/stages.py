@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, to_device
+from mpitrain.backend import Array
 from mpitrain.comm.communicator import Communicator, Request
 from mpitrain.errors import ShapeError
 from mpitrain.nn.module import Boundary, Module
@@ -100,15 +100,16 @@ class Links:
             self._sends.append((request, array.nbytes))
         self.reap()
 
-    def expect(self, kind: str, stage: int, unit: int, boundaries: Sequence[Boundary]) -> list[Request]:
+    def expect(self, kind: str, stage: int, unit: int, boundaries: Sequence[Boundary], like: Array) -> list[Request]:
         """Post the receives of what comes to `stage`: from the one before (F), or from the next (B).
 
         Args:
             boundaries: of the tensors that come.
+            like: an array where they shall lie.
         """
         source = stage - 1 if kind == "F" else stage + 1
         tag, peer = self._tag(kind, source, unit), self._rank_of[source]
-        return [self._axis.irecv(b.shape, b.dtype, peer, tag) for b in boundaries]
+        return [self._axis.irecv(b.shape, b.dtype, peer, tag, like=like) for b in boundaries]
 
     def reap(self) -> None:
         """Forget the sends that are complete; asking also moves the others on."""
@@ -152,8 +153,8 @@ def pass_through(
         elif links.is_here(stage - 1):
             inputs = before.pop(stage - 1)
         else:
-            arrays = [request.wait() for request in links.expect("F", stage, unit, boundary(stage))]
-            inputs = [Tensor(to_device(array, like)) for array in arrays]
+            arrives = links.expect("F", stage, unit, boundary(stage), like)
+            inputs = [Tensor(request.wait()) for request in arrives]
         outputs = run(stage, *inputs)
         if stage == last or links.is_here(stage + 1):
             before[stage] = outputs

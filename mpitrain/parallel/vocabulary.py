@@ -34,7 +34,7 @@ from mpitrain.autograd.ops import IGNORE
 from mpitrain.autograd.ops.fused import SoftmaxCrossEntropy, check_targets
 from mpitrain.autograd.ops.index import Take, beyond, integers
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module, wide
+from mpitrain.backend import Array, array_module, at_hand, wide
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
 from mpitrain.errors import ShapeError
@@ -94,7 +94,7 @@ class VocabularyEmbedding(Module):
         if self.axis.size == 1:
             return ops.take(self.weight, ids)
         ids, shape = integers(ids), self.weight.full_shape
-        if array_module(ids) is np and ids.size and not -shape[0] <= ids.min() <= ids.max() < shape[0]:
+        if at_hand(ids) and ids.size and not -shape[0] <= ids.min() <= ids.max() < shape[0]:
             raise beyond(ids, 0, shape)  # no rank would look it up: its row would be zeros
         rows = TakeOwnRows.apply(self.weight, ids, axis=self.axis, vocab=shape[0])
         return leave(rows, self.axis, self.sequence_parallel)
@@ -203,15 +203,16 @@ class TakeOwnRows(Arrow):
             return xp.zeros((*ids.shape, dim), table.dtype), (ids, table.shape)
         place, is_own = _own(ids % vocab, axis, vocab)  # -1 is the last word
         rows = xp.take(table, xp.where(is_own, place, 0), axis=0)
-        rows[~is_own] = 0
-        return rows, (ids, table.shape)
+        # A choice, not an assignment to where the mask holds: for that CuPy counts on the host, which waits.
+        return xp.where(is_own[..., None], rows, rows.dtype.type(0)), (ids, table.shape)
 
     @staticmethod
     def backward(
         grad: Array, ids: Array, shape: tuple[int, int], *, wanted: tuple[bool, ...], axis: Communicator, vocab: int
     ) -> tuple[Any, ...]:
         place, is_own = _own(ids % vocab, axis, vocab)
-        return RowSum(place[is_own], grad[is_own], shape), None
+        mine = array_module(grad).where(is_own, place, -1)
+        return RowSum(mine.reshape(-1), grad.reshape(-1, shape[1]), shape), None
 
 
 class VocabularyCrossEntropy(Arrow):

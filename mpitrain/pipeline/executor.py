@@ -28,7 +28,7 @@ from mpitrain.autograd.node import SavePolicy
 from mpitrain.autograd.recompute import CHECKS_PURITY, RECOMPUTING
 from mpitrain.autograd.tape import Tape
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module, collection_paused, keep_freed_memory, to_device, to_host
+from mpitrain.backend import Array, array_module, collection_paused, keep_freed_memory, to_host
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.request import Request
 from mpitrain.data.tokens import Batch
@@ -399,14 +399,14 @@ class Executor:
         kind = action.kind[-1]
         into = action.stage if kind == "F" else action.stage + 1
         what = checked_boundary(self.model, into, run.part(action))
-        return self.links.expect(kind, action.stage, run.plan.unit(action), what)
+        return self.links.expect(kind, action.stage, run.plan.unit(action), what, self.model.like)
 
     def _receive(self, action: Action, run: Running, place: int) -> None:
         requests = run.posted.pop(action, None) or self._expect(action, run)
         follower = run.plan.next_receive.get(place)
         if follower is not None and run.part(follower) is not None:
             run.posted[follower] = self._expect(follower, run)
-        arrays = [to_device(request.wait(), self.model.like) for request in requests]
+        arrays = [request.wait() for request in requests]
         into = run.arrived if action.kind == "RECV_F" else run.gradients
         into[key_of(action)] = arrays
         self.links.reap()
@@ -442,7 +442,7 @@ class Executor:
             flight.forget_inputs()
         said.add_to(run.counts[run.plan.batch_of(action)])
         if stage == self.model.num_stages - 1:
-            run.losses[run.plan.batch_of(action)] += float(to_host(outputs[0].data))
+            run.losses[run.plan.batch_of(action)].append(outputs[0].data)
         elif self.links.is_here(stage + 1):
             run.arrived[beside(key, stage + 1)] = [t.data for t in outputs]
             flight.forget_arrays()

@@ -79,8 +79,9 @@ class Running:
         numbers: of the step of each batch, counted from 1 over all starts of the run, where batches know it.
         micros: batch -> its micro-batches; parts: (micro-batch, slice) -> its tokens.
         targets, rows: batch -> targets and sequences that are no padding, over all ranks, or those of a worker if it
-            learns by its own; of_all: batch -> both, over all workers then; losses: batch -> sum of this
-            rank; counts: batch -> what forward passes counted here, by name.
+            learns by its own; of_all: batch -> both, over all workers then; losses: batch -> sums of the micro-batches
+            of this rank, each an array () that nobody has waited for; counts: batch -> what forward passes counted
+            here, by name.
         arrived: what came for an F; inputs: the same as leaves; gradients: what came for a B, or is to be sent from the
             stage after; flying: between F and the end of backward; carries: between the slices of a micro-batch.
         posted: receives that were posted ahead.
@@ -100,7 +101,7 @@ class Running:
         self.targets: dict[int, int] = {}
         self.rows: dict[int, int] = {}
         self.of_all: dict[int, tuple[int, int]] = {}
-        self.losses = [0.0] * len(batches)
+        self.losses: list[list[Array]] = [[] for _ in batches]
         self.counts: list[dict[str, np.ndarray]] = [{} for _ in batches]
         self.reports: list[StepReport] = []
         self.arrived: dict[Key, list[Array]] = {}

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.autograd.tape import PATH
-from mpitrain.backend import Array
+from mpitrain.backend import Array, floats
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.mesh import Mesh
 from mpitrain.errors import NumericsError, ScheduleError
+from mpitrain.kernels.several import Several
 from mpitrain.nn.module import Module
-from mpitrain.optim.clip import coefficient, first_not_finite, on_host, scale, square
+from mpitrain.optim.clip import coefficient, first_not_finite, found_squares, scale
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.optim.scaler import LossScaler, Scaler
 from mpitrain.optim.versions import Versions
@@ -59,9 +60,9 @@ class StepReport:
 
 
 class Measured(NamedTuple):
-    """What a step measured: its loss and counts on this rank, its targets and rows over all of them."""
+    """What a step measured: losses of passes and counts on this rank, its targets and rows over all of them."""
 
-    loss: float
+    losses: Sequence[Array]
     targets: int
     rows: int
     counts: Mapping[str, Array]
@@ -155,6 +156,7 @@ class Update:
         self._ask = ask
         self._worker = mesh.merged(("pp", "ep", "cp", "tp")) if self._reducer.local else None
         self._parameters = model.shares()
+        self._grads: Several[Array] = Several()
         self._counted = [p for p in self._parameters if self._counts(p)]
         self._sums = sum(model.counted.values())  # numbers that forward passes count
         self._waiting: dict[int, tuple[Array, float]] = {}  # step of the row -> what this rank measured, learning rate
@@ -193,8 +195,7 @@ class Update:
         """
         scaler = self._scaler
         inverses = [1.0] if scaler is None else [scaler.inverse(group) for group in range(scaler.groups)]
-        mine = self._measure(inverses)
-        mine[0] = self._once_on_tp(measured.loss)
+        mine = self._measure(inverses, measured.losses)
         told = np.concatenate([mine, self._ask(), self._counts_of(measured)])
         found, asked, counts = self._parted(self._mesh.world.all_reduce(told), len(mine))
         unsound = bool(found[-1])
@@ -234,15 +235,19 @@ class Update:
         PATH.reset(path)
         return math.sqrt(total)
 
-    def _measure(self, inverses: Sequence[float]) -> Array:
-        """What ranks tell each other: room for the loss; the squares of the gradients that this rank counts; of each
-        group whether one is not finite; whether the optimizer's state must not be used.
+    def _measure(self, inverses: Sequence[float], losses: Sequence[Array] = ()) -> Array:
+        """What ranks tell each other: the loss; the squares of the gradients that this rank counts; of each group
+        whether one is not finite; whether the optimizer's state must not be used.
+
+        A device is waited for once, for all of them.
         """
         mine = np.zeros(3 + len(inverses))
         counted, looks = set(self._counted), self._optimizer.look()
-        found = on_host([*looks, *(square(p.grad) for p in self._parameters)])
-        mine[-1] = not self._optimizer.is_sound(found[: len(looks)])
-        for p, length in zip(self._parameters, found[len(looks) :], strict=True):
+        self._grads = self._grads.renewed([p.grad for p in self._parameters])
+        found = iter(floats([*looks, *losses, *found_squares(self._grads)]))
+        mine[-1] = not self._optimizer.is_sound([next(found) for _ in looks])
+        mine[0] = self._once_on_tp(added([next(found) for _ in losses]))
+        for p, length in zip(self._parameters, found, strict=True):
             group = 0 if self._scaler is None else self._scaler.group(p)
             if not math.isfinite(length):
                 mine[2 + group] = 1.0
@@ -273,8 +278,8 @@ class Update:
             return []
         answers = self._ask()
         mine = [
-            (self._once_on_tp(measured[number].loss), *norm, *answers, *self._counts_of(measured[number]))
-            for number, (norm, _) in self._waiting.items()
+            (self._once_on_tp(added(floats(found.losses))), *norm, *answers, *self._counts_of(found))
+            for found, (norm, _) in ((measured[number], waits) for number, waits in self._waiting.items())
         ]
         all_found = self._mesh.world.all_reduce(np.array(mine))
         reports = []
@@ -345,6 +350,14 @@ class Update:
 
 def _joined(*ways: str) -> str:
     return ", ".join(way for way in ways if way)
+
+
+def added(losses: Sequence[float]) -> float:
+    """Their sum, one after the other: `sum` rounds otherwise from Python 3.12 on."""
+    found = 0.0
+    for loss in losses:
+        found += loss
+    return found
 
 
 def mean(total: float, targets: int) -> float:

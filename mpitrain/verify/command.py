@@ -16,6 +16,7 @@ from pathlib import Path
 from mpitrain.catalog import family_of
 from mpitrain.comm.launcher import announced
 from mpitrain.debug.capture import Record
+from mpitrain.device import DEVICES
 from mpitrain.doctor.machine import cores_allowed
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.options import Interval, Option, Value, help_text, read_flags, show
@@ -30,7 +31,7 @@ UNREAD = 128 + signal.SIGPIPE  # as shells have it
 
 TITLE = """usage: mpitrain verify --layout WORDS [--layout ...] [options] [SCRIPT [args]]
        mpitrain verify --all RANKS [options] [SCRIPT [args]]
-       mpitrain verify --sweep COUNT [--seed S]
+       mpitrain verify --sweep COUNT [--seed S] [--device cuda]
 
 Proves that a layout is the same training run as one rank: runs SCRIPT on one rank and in each layout, in float64 and
 deterministic mode, and compares the loss, every gradient, weight and optimizer state of each step.  Without SCRIPT the
@@ -49,6 +50,7 @@ OPTIONS = {
         Option("timeout", float, 300.0, "time limit of each run", Interval(1, 10**6), metavar="SECONDS"),
         Option("sweep", int, None, "random cases of the trainer", Interval(1, 10**7), metavar="COUNT"),
         Option("seed", int, 0, "of the sweep's first case; the next one's is S + 1", Interval(0, 2**62), metavar="S"),
+        Option("device", str, "cpu", "of the sweep: what computes, the CPU or GPUs", choices=DEVICES, metavar="NAME"),
         Option("json", str, None, "write all that was found", metavar="FILE", unset="default: none"),
         Option("verbose", bool, False, "print what the scripts print, and every row", off="--no-verbose"),
     )
@@ -101,7 +103,12 @@ def _verify(words: list[str]) -> int:
 
         if layouts or script or given["all"] is not None or given["transport"] != "local":
             raise ConfigError("--sweep makes its own models and layouts: give no layout, script or transport with it.")
-        return sweep(int(given["sweep"]), int(given["seed"] or 0), path)
+        return sweep(int(given["sweep"]), int(given["seed"] or 0), path, device=str(given["device"]))
+    if given["device"] != "cpu":
+        raise ConfigError(
+            f"--device {given['device']} in front of the script is for --sweep.  The script has its own: give it behind"
+            ' the script, or without one behind "--".'
+        )
     named = dict.fromkeys(layouts)
     every = list(all_layouts(int(given["all"]))) if given["all"] is not None else []
     if _has_no_experts(script):

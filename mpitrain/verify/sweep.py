@@ -9,12 +9,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from mpitrain.assemble import build_executor, build_model, build_optimizer
+from mpitrain.comm.device_messages import use_device_messages
+from mpitrain.comm.devices import device_of_rank
 from mpitrain.comm.mesh import Mesh
 from mpitrain.comm.world import world
 from mpitrain.config_rules import check_layout
@@ -35,15 +38,17 @@ EVERY = 5.0  # seconds between two lines of progress
 # ----------------------------------------------------------------------------------------------------------- one case
 
 
-def train(case: Case, layout: Layout) -> None:
-    """Train on the ranks of the surrounding world, as the trainer does."""
+def train(case: Case, layout: Layout, device: str = "cpu") -> None:
+    """Train on the ranks of the surrounding world, as the trainer does, each on a device of this kind."""
     config = case.config(layout)
+    own = device_of_rank(world(), device)
+    use_device_messages(world(), config.device_messages, own)
     mesh = Mesh(world(), pp=config.pp, dp=config.dp, ep=config.ep, cp=config.cp, tp=config.tp)
     check_layout(config, mesh.dp.size)
     text = np.random.default_rng(case.seed).integers(case.vocab, size=4000, dtype=np.uint16)
     corpus = Corpus(text[:3500], text[3500:], case.vocab, "tokens", "random numbers", (), (), "")
     tokens = Tokens(corpus, config.seq_len, config.seed)
-    model = build_model(config, corpus, mesh)
+    model = build_model(config, corpus, mesh, own)
     steps = sum(case.rows)
     executor = build_executor(config, model, build_optimizer(config, model, mesh), mesh, steps)
     batches = tokens.batches(config.batch, mesh.dp.rank, mesh.dp.size, 0, steps, model.positions_here)
@@ -66,6 +71,11 @@ class Result:
 
 
 Train = Callable[[Case, Layout], None]
+
+
+def trains_on(device: str) -> Train:
+    """`train` on devices of a kind."""
+    return partial(train, device=device)
 
 
 def prove(case: Case, train: Train = train) -> Result:
@@ -136,12 +146,20 @@ def _part(case: Case, part: Layout, alone: Sequence[Record], train: Train) -> st
 # ----------------------------------------------------------------------------------------------------------- all cases
 
 
-def main(count: int, seed: int, json_path: str | None = None, train: Train = train) -> int:
+def main(count: int, seed: int, json_path: str | None = None, train: Train | None = None, device: str = "cpu") -> int:
     """Prove `count` cases from `seed` on; print progress, each failure with the command that repeats it, and counts.
+
+    Args:
+        count, seed: which cases.
+        json_path: of a file for all that was found; None: none.
+        train: trains a case in a layout on the surrounding world; None: the trainer's parts do.
+        device: they do so on devices of this kind.
 
     Returns:
         The exit code: 0 if all are equal, else 1.
     """
+    train = trains_on(device) if train is None else train
+    again = f" --device {device}" if device != "cpu" else ""
     began = told = time.perf_counter()
     failed: list[dict[str, Any]] = []
     ranks = 0
@@ -156,7 +174,7 @@ def main(count: int, seed: int, json_path: str | None = None, train: Train = tra
             said = explain(result, train)
             failed.append({"seed": case.seed, "case": str(case), "hints": [hint._asdict() for hint in said]})
             print(f"\n{report.explanation(f'case {case.seed}: {case}', said, case.layout.is_stale)}")
-            print(f"  repeat    mpitrain verify --sweep 1 --seed {case.seed}\n", flush=True)
+            print(f"  repeat    mpitrain verify --sweep 1 --seed {case.seed}{again}\n", flush=True)
         now = time.perf_counter()
         if now - told > EVERY and number + 1 < count:
             told, speed = now, (number + 1) / (now - began)

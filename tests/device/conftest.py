@@ -1,7 +1,12 @@
-"""`cupy`: the stand-in, where the library looks for it.  `numpy_kernels`: the host computes as the stand-in does."""
+"""`cupy`: the stand-in, where the library looks for it; NumPy's formulas serve its arrays.
+
+`cuda_kernels`: the same, and CUDA kernels serve them: their source runs on the host.
+`numpy_kernels`: the host computes by NumPy's formulas, too.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +23,21 @@ from strict_cupy import installed
 @pytest.fixture
 def cupy() -> Iterator[Any]:
     with installed() as module:
-        yield module
+        try:
+            yield module
+        finally:
+            kernels.serve(None)
 
 
 @pytest.fixture
 def numpy_kernels() -> None:
-    """Device arrays always take NumPy's formulas; with this the host's do, too, and the two agree to the last bit."""
+    """The host takes NumPy's formulas, as device arrays do without `cuda_kernels`: both agree to the last bit."""
     kernels.select("numpy")
+
+
+@pytest.fixture
+def cuda_kernels(cupy: Any) -> Any:
+    if shutil.which("g++") is None:
+        pytest.skip("CUDA source is run by g++, which is not here")
+    kernels.serve(cupy)
+    return cupy

@@ -33,13 +33,16 @@ def signature(words: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def check_call(name: str, words: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_call(name: str, words: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Refuse arguments that CuPy's function of this name does not take.
+
+    Returns:
+        The arguments by their names.
 
     Raises:
         TypeError: with CuPy's parameters.
     """
     try:
-        signature(words).bind(*args, **kwargs)
+        return signature(words).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(f"cupy.{name}: {error}; CuPy's parameters are ({', '.join(words.split())})") from None

@@ -1,6 +1,7 @@
 """Reads library code for what it takes from an array module, and says what CuPy does not have.
 
-    xp.NAME   array_module(x).NAME   self._xp.NAME      and the methods of ufuncs: xp.add.reduceat
+    xp.NAME   array_module(x).NAME   self._xp.NAME   cupy.NAME      and the methods of ufuncs: xp.add.reduceat
+    xp.cuda.NAME   xp.cuda.runtime.NAME
 
 Running the library on the stand-in finds the same, but only on lines that a test runs.
 """
@@ -8,18 +9,23 @@ Running the library on the stand-in finds the same, but only on lines that a tes
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from cupy_names import NAMES, check_call
 
+_MODULE = re.compile(r"\b_?xp\.|\bcupy\.|\barray_module\(")
+
 
 def uses(source: str) -> Iterator[tuple[int, list[str], ast.Call | None]]:
     """(line, names after the module, the call of it if there is one) for each use of an array module."""
-    tree = ast.parse(source)
-    called = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    if not _MODULE.search(source):  # most files: they need not be read
+        return
+    nodes = list(ast.walk(ast.parse(source)))
+    called = {node.func: node for node in nodes if isinstance(node, ast.Call)}
+    inner = {node.value for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node not in inner and (names := _names(node)):
             yield node.lineno, names, called.get(node)
 
@@ -41,7 +47,7 @@ def _names(node: ast.expr) -> list[str]:
     while isinstance(node, ast.Attribute) and node.attr not in ("xp", "_xp"):
         names.insert(0, node.attr)
         node = node.value
-    is_module = isinstance(node, ast.Name) and node.id == "xp"
+    is_module = isinstance(node, ast.Name) and node.id in ("xp", "cupy")
     is_module = is_module or (isinstance(node, ast.Attribute) and node.attr in ("xp", "_xp"))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         is_module = node.func.id == "array_module"
@@ -60,6 +66,10 @@ def _check(names: list[str], call: ast.Call | None) -> None:
         if rest[0] not in NAMES["linalg"]:
             raise AttributeError(f"cupy.linalg has no {rest[0]}")
         words = NAMES["linalg"][rest[0]]
+    elif name == "cuda" or name in NAMES["cuda"]:
+        words = _of_cuda([name, *rest])
+        if words is None:
+            return
     elif name in NAMES["functions"]:
         words = NAMES["functions"][name]
     elif name in NAMES["others"] or name in NAMES["modules"]:
@@ -67,6 +77,21 @@ def _check(names: list[str], call: ast.Call | None) -> None:
     else:
         raise AttributeError(f"cupy has no {name}")
     starred = call is None or any(isinstance(x, ast.Starred) for x in call.args)
-    if not starred and call is not None and (name == "linalg" or not rest):
+    if not starred and call is not None and (name in ("linalg", "cuda") or not rest):
         given: dict[str, Any] = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
         check_call(".".join(names), words, tuple(call.args), given)
+
+
+def _of_cuda(names: list[str]) -> str | None:
+    """The parameters of `cupy.cuda....`, or of a class of raw kernels; None: nothing is known of them."""
+    inner = [name for name in names if name != "cuda"]
+    if inner[:1] in (["cublas"], ["nccl"]):
+        return None  # bindings of libraries that `freeze_cupy.py` cannot ask without them
+    for length in range(1, len(inner) + 1):  # Stream.null.synchronize: the last part that CuPy names
+        name = ".".join(inner[:length])
+        if name not in ("runtime", "Stream.null") and name not in NAMES["cuda"]:
+            raise AttributeError(f"cupy.cuda has no {name}")
+        if name == "Stream.null":
+            return None
+    found: str | None = NAMES["cuda"].get(".".join(inner))
+    return found

@@ -44,7 +44,37 @@ def names() -> dict[str, Any]:
         "attributes": [name for name, item in _members(cupy.ndarray) if not callable(item) and not _is_special(name)],
         "special": [name for name, _ in _members(cupy.ndarray) if _is_special(name)],
         "flags": [name for name in dir(Flags) if not name.startswith("_")],
+        "cuda": cuda_names(),
     }
+
+
+def cuda_names() -> dict[str, str | None]:
+    """`cupy.cuda` and the classes of raw kernels: the parameters of what can be called, null of what cannot.
+
+    `Stream.record` is of its objects; `Stream` itself has the parameters that make one.  Where CuPy's own words do not
+    say the parameters (`RawModule`), the line is `*args **kwargs`.
+    """
+    import cupy
+
+    found: dict[str, str | None] = {}
+    cuda = {name: item for name, item in vars(cupy.cuda).items() if not name.startswith("_")}
+    for name, item in {**cuda, "RawModule": cupy.RawModule, "RawKernel": cupy.RawKernel}.items():
+        if inspect.isclass(item):
+            found[name] = signature(item.__init__)
+            members = [(member, getattr(item, member)) for member in dir(item) if not member.startswith("_")]
+            found |= {f"{name}.{member}": _parameters(value) for member, value in members}
+        elif name == "runtime":
+            members = [(member, getattr(item, member)) for member in dir(item) if not member.startswith("_")]
+            found |= {f"{name}.{member}": _parameters(value) for member, value in members if callable(value)}
+        elif callable(item):
+            found[name] = signature(item)
+        else:
+            found[name] = None
+    return found
+
+
+def _parameters(item: Any) -> str | None:
+    return signature(item) if callable(item) and not inspect.isclass(item) else None
 
 
 def text() -> str:
@@ -98,12 +128,17 @@ def _from_text(parameters: str) -> str:
 
 
 def _ufunc(item: Any) -> dict[str, Any]:
-    about: dict[str, Any] = {"nin": item.nin, "nout": item.nout, "types": " ".join(item.types)}
+    about: dict[str, Any] = {"nin": item.nin, "nout": item.nout, "types": " ".join(_loops(item))}
     given = {"reduce": (None,), "accumulate": (None,), "reduceat": (None, None)}
     methods = [name for name, operands in given.items() if _is_supported(getattr(item, name), operands)]
     if methods:
         about["methods"] = methods
     return about
+
+
+def _loops(item: Any) -> list[str]:
+    """Without those of bfloat16 (E), which are there where ml_dtypes is installed."""
+    return [loop for loop in item.types if "E" not in loop]
 
 
 def _takes(ufunc: Any, keyword: str) -> bool:

@@ -7,55 +7,67 @@ leaves open is made to show:
     x[ids] = v with an id twice       such elements become 0xFF too, unless all values for them are equal
     an id beyond the end              wraps around, as on a device
     reductions                        0-d arrays, never NumPy's scalars
+    a loop of the host over elements  is refused from a few elements on
 
-Results share memory as NumPy's do, `.base` is the array that owns it.  `crossings()` counts the copies between host and
-device that were asked for.
+Results share memory as NumPy's do, `.base` is the array that owns it.  How functions are run, at once or
+later, is `strict_work.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
+import threading
+import weakref
 from collections.abc import Iterator
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import numpy as np
 from cupy_names import NAMES, check_call
-from strict_index import is_scatter, places_of
+from strict_index import check_index, is_scatter, places_of
+from strict_memory import MemoryPointer, pinned
+from strict_runtime import Device
+from strict_stream import get_current_stream, launched, timeline
+from strict_work import Held, crossed, crossings, dressed, poison, run, wrap
 
-_CROSSINGS: ContextVar[Counter[str] | None] = ContextVar("crossings", default=None)
+__all__ = ["UFUNCS", "crossed", "crossings", "ndarray", "poison", "run", "wrap"]
 
 # Of CuPy's methods those whose NumPy namesakes do the same.
 _SAME = frozenset(
     "all any argmax argmin clip conj conjugate copy cumprod cumsum diagonal dot fill flatten max mean min nonzero prod"
     " ravel repeat reshape round searchsorted squeeze std sum swapaxes trace transpose var".split()
 )
+_NOT_OF_BRAINS = frozenset("all any around clip divmod logical_not logical_xor round".split())
 
 
-@contextlib.contextmanager
-def crossings() -> Iterator[Counter[str]]:
-    """Count what goes between host and device in this block: by `get`, `float`, `bool`, `asarray` ..."""
-    counter: Counter[str] = Counter()
-    token = _CROSSINGS.set(counter)
-    try:
-        yield counter
-    finally:
-        _CROSSINGS.reset(token)
+LONGEST_WALK = 8
+"""Elements of one array that the host may ask for one by one: CuPy sets no limit, and waits for each."""
 
 
-def crossed(how: str) -> None:
-    """Note one copy between host and device."""
-    counter = _CROSSINGS.get()
-    if counter is not None:
-        counter[how] += 1
+class _Walk(threading.local):
+    """The elements of one array that this thread has asked for since it asked for another's."""
+
+    def __init__(self) -> None:
+        self._base: Any = lambda: None
+        self._seen: set[int] = set()
+
+    def step(self, base: Any, address: int) -> None:
+        if self._base() is not base:
+            self._base, self._seen = weakref.ref(base), set()
+        self._seen.add(address)
+        if len(self._seen) > LONGEST_WALK:
+            self._seen.clear()
+            raise TypeError(
+                "the host asks for the elements of a device array one by one; CuPy allows it: get() them all"
+            )
 
 
-class ndarray:
+_walk = _Walk()
+
+
+class ndarray(Held):
     """The stand-in for cupy.ndarray; made by `wrap` and by the functions of the module."""
 
-    __slots__ = ("__weakref__", "_base", "_values")
+    __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
     __array_priority__ = 100
 
@@ -64,8 +76,7 @@ class ndarray:
     ) -> None:
         assert memptr is None, "the stand-in has no device memory to point to"
         assert strides is None, "the stand-in has no device memory to point to"
-        self._values = np.empty(shape, dtype, order)  # type: ignore[call-overload]
-        self._base: ndarray | None = None
+        self._adopt(np.empty(shape, dtype, order), None)  # type: ignore[call-overload]
         poison(self._values, ...)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -78,6 +89,8 @@ class ndarray:
     itemsize = property(lambda self: self._values.itemsize)
     strides = property(lambda self: self._values.strides)
     base = property(lambda self: self._base)
+    device = property(lambda self: Device(self._device))
+    data = property(lambda self: MemoryPointer(self if self._base is None else self._base, self._values))
     flags = property(lambda self: Flags(self))
     T = property(lambda self: run(np.transpose, (self,), {}))
     mT = property(lambda self: run(np.swapaxes, (self, -1, -2), {}))
@@ -98,8 +111,10 @@ class ndarray:
         raise AttributeError(f"'cupy.ndarray' object has no attribute {name!r}")
 
     def _same(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        check_call(f"ndarray.{name}", NAMES["methods"][name], args, kwargs)
-        return run(getattr(np.ndarray, name), (self, *args), kwargs, f"ndarray.{name}")
+        out = check_call(f"ndarray.{name}", NAMES["methods"][name], args, kwargs).get("out")
+        writes = (self,) if name == "fill" else () if out is None else (out,)
+        check_brain(name, self)
+        return run(getattr(np.ndarray, name), (self, *args), kwargs, f"ndarray.{name}", writes)
 
     # -- what NumPy asks: all refused ---------------------------------------------------------------------------------
 
@@ -125,54 +140,83 @@ class ndarray:
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
         crossed("get")
         if out is None:
-            return np.array(self._values, order=order)  # type: ignore[call-overload]
-        if out.dtype != self.dtype or out.shape != self.shape:
-            raise TypeError(f"{out.dtype} {out.shape} cannot be obtained from {self.dtype} {self.shape}")
-        out[...] = self._values
+            out = np.empty(self.shape, self.dtype, order)  # type: ignore[call-overload]
+            poison(out, ...)
+        elif not isinstance(out, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be obtained from cupy.ndarray")
+        elif out.dtype != self.dtype:
+            raise TypeError(f"{out.dtype} array cannot be obtained from {self.dtype} array")
+        elif out.shape != self.shape:
+            raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}")
+        elif not out.flags.forc:
+            raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
+        mine, theirs = self.flags, out.flags
+        if not (mine.c_contiguous and theirs.c_contiguous) and not (mine.f_contiguous and theirs.f_contiguous):
+            launched("copy")
+        stream = stream or get_current_stream()
+        seen = pinned.seen_by_copies(out) if timeline.is_late else None
+        with self.device:  # whose default stream it is, if it is the default one
+            timeline.put(stream, partial(np.copyto, out if seen is None else seen, self._values))
+            if blocking or seen is None:  # a copy to memory that is not page-locked returns when it is done
+                stream.synchronize()
         return out
 
     def set(self, arr: Any, stream: Any = None) -> None:
         crossed("set")
-        if not isinstance(arr, np.ndarray) or (arr.dtype, arr.shape) != (self.dtype, self.shape):
-            raise TypeError(f"only a numpy.ndarray {self.dtype} {self.shape} can be set")
-        self._values[...] = arr
+        if not isinstance(arr, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if self.dtype != arr.dtype:
+            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
+        if self.shape != arr.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
+        if not self.flags.forc:
+            raise RuntimeError("Cannot set to non-contiguous array")
+        with self.device:
+            timeline.put(stream or get_current_stream(), partial(np.copyto, self._values, from_host(arr)))
+
+    def _read(self, how: str) -> np.ndarray:
+        """The values, for the host, which has waited for them.
+
+        Raises:
+            TypeError: the host walks over elements of an array, and waits for each.
+        """
+        crossed(how)
+        if self._base is not None and self.size == 1:
+            _walk.step(self._base, self._values.__array_interface__["data"][0])
+        if timeline.is_late:
+            with self.device:
+                get_current_stream().synchronize()
+        return self._values
 
     def item(self) -> Any:
-        crossed("item")
-        return self._values.item()
+        return self._read("item").item()
 
     def tolist(self) -> Any:
-        crossed("tolist")
-        return self._values.tolist()
+        return self._read("tolist").tolist()
 
     def tobytes(self, order: str = "C") -> bytes:
-        crossed("tobytes")
-        return self._values.tobytes(order)  # type: ignore[arg-type]
+        return self._read("tobytes").tobytes(order)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        crossed("bool")
-        return bool(self._values)
+        return bool(self._read("bool"))
 
     def __int__(self) -> int:
-        crossed("int")
-        return int(self._values)
+        return int(self._read("int"))
 
     def __float__(self) -> float:
-        crossed("float")
-        return float(self._values)
+        return float(self._read("float"))
 
     def __complex__(self) -> complex:
-        crossed("complex")
-        return complex(self._values)
+        return complex(self._read("complex"))
 
     def __format__(self, spec: str) -> str:
-        return format(self._values, spec)
+        return format(self._read("format"), spec)
 
     def __repr__(self) -> str:
-        return repr(self._values)
+        return repr(self._read("repr"))
 
     def __str__(self) -> str:
-        return str(self._values)
+        return str(self._read("str"))
 
     # -- elements -----------------------------------------------------------------------------------------------------
 
@@ -182,30 +226,25 @@ class ndarray:
     def __iter__(self) -> Iterator[ndarray]:
         if not self.ndim:
             raise TypeError("iteration over a 0-d array")
+        if self.ndim == 1 and self.size > LONGEST_WALK:
+            raise TypeError(f"a loop of the host over {self.size} elements of a device array; CuPy allows it")
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, index: Any) -> ndarray:
-        picked: ndarray = dressed(self._values[places_of(index, self.shape)], [self])
-        return picked
+    def __getitem__(self, index: Any) -> Any:
+        how = check_index(index, ndarray)
+        if how == "view":
+            items = index if isinstance(index, tuple) else (index,)
+            places = (
+                items if any(item is Ellipsis for item in items) else (*items, Ellipsis)
+            )  # an element is a view, too
+            return dressed(self._values[places], [self])
+        return run(_picked, (self, index), {}, "mask" if how == "mask" else "getitem")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if not isinstance(value, ndarray) and not np.isscalar(value):
             raise TypeError(f"Unsupported type {type(value)}: into a device array go device arrays and numbers")
-        places = places_of(index, self.shape)
-        source = bare(value, [], "ndarray.__setitem__")
-        with np.errstate(all="ignore"):
-            self._values[places] = source
-            if is_scatter(index):
-                self._poison_races(places, source)
-
-    def _poison_races(self, places: Any, source: Any) -> None:
-        """Which of several values for one element stays is left to the hardware."""
-        stored = self._values[places]
-        lost = stored != np.broadcast_to(source, stored.shape).astype(self.dtype)
-        if lost.any():
-            hit = np.zeros(self.shape, bool)
-            np.logical_or.at(hit, places, lost)
-            poison(self._values, hit)
+        how = check_index(index, ndarray)
+        run(_assigned, (self, index, value), {}, "mask" if how == "mask" else "setitem", (self,))
 
     # -- methods that differ from NumPy's -----------------------------------------------------------------------------
 
@@ -220,7 +259,8 @@ class ndarray:
         return dressed(self._values.view() if dtype is None else self._values.view(dtype), [self])
 
     def take(self, indices: Any, axis: Any = None, out: Any = None) -> ndarray:
-        return run(np.take, (self, indices), {"axis": axis, "out": out, "mode": "wrap"}, "ndarray.take")
+        writes = () if out is None else (out,)
+        return run(np.take, (self, indices), {"axis": axis, "out": out, "mode": "wrap"}, "ndarray.take", writes)
 
     def argsort(self, axis: Any = -1, kind: Any = None) -> ndarray:
         _check_kind(kind)
@@ -228,13 +268,13 @@ class ndarray:
 
     def sort(self, axis: int = -1, kind: Any = None) -> None:
         _check_kind(kind)
-        self._values.sort(axis=axis, kind="stable")
+        run(np.ndarray.sort, (self,), {"axis": axis, "kind": "stable"}, writes=(self,))
 
     def __copy__(self) -> ndarray:
-        return dressed(self._values.copy(), [])
+        return self.copy()
 
     def __deepcopy__(self, memo: Any) -> ndarray:
-        return dressed(self._values.copy(), [])
+        return self.copy()
 
 
 class Flags:
@@ -251,59 +291,39 @@ UFUNCS: dict[str, Any] = {}
 """By name; filled where they are made."""
 
 
-def wrap(values: np.ndarray, base: ndarray | None = None) -> ndarray:
-    """The device array that holds `values`, a view of the memory of `base` if one is given."""
-    array = ndarray.__new__(ndarray)
-    array._values = values
-    array._base = base if base is None or base._base is None else base._base
-    return array
-
-
-def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Any:
-    """Call a function of NumPy's with what is inside the device arrays.  A device raises no floating-point warnings."""
-    found: list[ndarray] = []
-    name = name or function.__name__
-    with np.errstate(all="ignore"):
-        result = function(*bare(args, found, name), **bare(kwargs, found, name))
-    return dressed(result, found)
-
-
-def bare(value: Any, found: list[ndarray], name: str) -> Any:
-    """NumPy's arrays in the place of device arrays, also inside lists, tuples and dicts; `found` collects the latter.
+def check_brain(name: str, *arrays: Any) -> None:
+    """Refuse bfloat16 where CuPy has no loop for it.
 
     Raises:
-        TypeError: a host array is among them.
+        TypeError: as CuPy.
     """
-    if isinstance(value, ndarray):
-        found.append(value)
-        return value._values
-    if isinstance(value, np.ndarray):
-        raise TypeError(f"cupy.{name}: Unsupported type {type(value)}: a host array; move it by xp.asarray")
-    if type(value) in (list, tuple):
-        return type(value)(bare(item, found, name) for item in value)
-    if type(value) is dict:
-        return {key: bare(item, found, name) for key, item in value.items()}
-    return value
+    if name in _NOT_OF_BRAINS and any(isinstance(x, ndarray) and x.dtype.name == "bfloat16" for x in arrays):
+        raise TypeError(f"Wrong type (bfloat16) of arguments for cupy_{name}")
 
 
-def dressed(result: Any, found: list[ndarray]) -> Any:
-    """Device arrays in the place of NumPy's; an array that came in comes out as the same object."""
-    for array in found:
-        if result is array._values:
-            return array
-    if isinstance(result, (np.ndarray, np.generic)):
-        values = np.asarray(result)
-        shares = (a for a in found if values.base is not None and np.may_share_memory(values, a._values))
-        return wrap(values, next(shares, None))
-    if isinstance(result, (list, tuple)):
-        return (list if isinstance(result, list) else tuple)(dressed(item, found) for item in result)
-    return result
+def from_host(array: np.ndarray) -> np.ndarray:
+    """What a copy to a device sees: page-locked memory as it is when the copy runs, other as it is now."""
+    if not timeline.is_late:
+        return array
+    seen = pinned.seen_by_copies(array) if array.flags.forc else None
+    return array.copy() if seen is None else seen
 
 
-def poison(values: np.ndarray, where: Any) -> None:
-    """Bytes of 0xFF: NaN, -1, or True."""
-    if values.size:
-        values[where] = np.frombuffer(b"\1" if values.dtype == bool else b"\xff" * values.itemsize, values.dtype)[0]
+def _picked(values: np.ndarray, index: Any) -> Any:
+    return values[places_of(index, values.shape)]
+
+
+def _assigned(values: np.ndarray, index: Any, value: Any) -> None:
+    places = places_of(index, values.shape)
+    values[places] = value
+    if not is_scatter(index):
+        return
+    stored = values[places]  # which of several values for one element stays is left to the hardware
+    lost = stored != np.broadcast_to(value, stored.shape).astype(values.dtype)
+    if lost.any():
+        hit = np.zeros(values.shape, bool)
+        np.logical_or.at(hit, places, lost)
+        poison(values, hit)
 
 
 def _check_kind(kind: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from cupy_names import NAMES, check_call
-from strict_array import UFUNCS, ndarray, run
+from strict_array import UFUNCS, check_brain, ndarray, run
 
 _OPERATORS = (
     "add sub:subtract mul:multiply truediv:true_divide floordiv:floor_divide mod:remainder pow:power matmul"
@@ -39,10 +39,15 @@ class Ufunc:
         for x in args:
             if not isinstance(x, (ndarray, np.generic, bool, int, float, complex)):
                 raise TypeError(f"cupy.{self.name}: Unsupported type {type(x)}")
+        check_brain(self.name, *args)
+        if not kwargs.keys() & {"out", "dtype"} and len(args) == self.nin:
+            _check_numbers(self.name, args)
         out = kwargs.get("out")
         if out is not None and not isinstance(out, (ndarray, tuple)):
             raise TypeError(f"cupy.{self.name}: output arguments must be cupy.ndarray, not {type(out)}")
-        result = run(self._numpy, args, {key: value for key, value in kwargs.items() if value is not None}, self.name)
+        writes = args[self.nin :] if out is None else out if isinstance(out, tuple) else (out,)
+        kept = {key: value for key, value in kwargs.items() if value is not None}
+        result = run(self._numpy, args, kept, self.name, [x for x in writes if x is not None])
         if len(args) == self.nin:
             self._check_loop(args, None if kwargs.keys() & {"out", "dtype"} else result)
         return result
@@ -58,19 +63,29 @@ class Ufunc:
 
     def reduce(self, array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:
         self._check_method("reduce")
-        return run(self._numpy.reduce, (array, axis, dtype, out, keepdims), {}, f"{self.name}.reduce")
+        given = (array, axis, dtype, out, keepdims)
+        return run(self._numpy.reduce, given, {}, f"{self.name}.reduce", () if out is None else (out,))
 
     def accumulate(self, array: Any, axis: int = 0, dtype: Any = None, out: Any = None) -> Any:
         self._check_method("accumulate")
-        return run(self._numpy.accumulate, (array, axis, dtype, out), {}, f"{self.name}.accumulate")
+        given = (array, axis, dtype, out)
+        return run(self._numpy.accumulate, given, {}, f"{self.name}.accumulate", () if out is None else (out,))
 
     def reduceat(self, array: Any, indices: Any, axis: int = 0, dtype: Any = None, out: Any = None) -> Any:
         self._check_method("reduceat")
-        return run(self._numpy.reduceat, (array, indices, axis, dtype, out), {}, f"{self.name}.reduceat")
+        given = (array, indices, axis, dtype, out)
+        return run(self._numpy.reduceat, given, {}, f"{self.name}.reduceat", () if out is None else (out,))
 
     def _check_method(self, method: str) -> None:
         if method not in self._methods:
             raise NotImplementedError(f"`cupy_{self.name}.{method}` is not supported yet")
+
+
+def _check_numbers(name: str, args: tuple[Any, ...]) -> None:
+    """NumPy makes float32 of a bfloat16 and a number of Python's, CuPy bfloat16: nobody should build on either."""
+    is_brain = any(isinstance(x, ndarray) and x.dtype.name == "bfloat16" for x in args)
+    if is_brain and any(type(x) in (int, float) for x in args):
+        raise TypeError(f"cupy.{name} of bfloat16 and a number of Python's: say the dtype, or widen first")
 
 
 @functools.cache
@@ -80,16 +95,19 @@ def _loop(name: str, types: tuple[str, ...], dtypes: tuple[np.dtype, ...]) -> li
         left, _, right = loop.partition("->")
         if all(np.can_cast(dtype, char) for dtype, char in zip(dtypes, left, strict=True)):
             return [np.dtype(char) for char in right]
+        brain = next((dtype for dtype in dtypes if dtype.name == "bfloat16"), None)
+        if "e" in left and brain is not None and all(dtype == brain or dtype.kind == "b" for dtype in dtypes):
+            return [brain if char == "e" else np.dtype(char) for char in right]  # behind each loop of float16 is one
     raise TypeError(f"Wrong type ({', '.join(map(str, dtypes))}) of arguments for cupy_{name}")
 
 
 def matmul(*args: Any, **kwargs: Any) -> Any:
     """CuPy's one generalised ufunc; its operands are device arrays, never numbers."""
-    check_call("matmul", NAMES["functions"]["matmul"], args, kwargs)
+    out = check_call("matmul", NAMES["functions"]["matmul"], args, kwargs).get("out")
     for x in args:
         if not isinstance(x, ndarray):
             raise TypeError(f"cupy.matmul: Argument has incorrect type (expected cupy.ndarray, got {type(x)})")
-    return run(np.matmul, args, kwargs)
+    return run(np.matmul, args, kwargs, writes=args[2:] if out is None else (out,))
 
 
 def _install_operators() -> None:

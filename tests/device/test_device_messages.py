@@ -1,17 +1,28 @@
-"""The door: device arrays go through the host and come back to the device, by name and in one place."""
+"""The door: device arrays go through page-locked memory and come back to the device, or go as they are."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from strict_array import crossings, ndarray
+from strict_stream import asynchronous
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
+import checks_device_messages as checks
+from checks_gpu_streams import rounds_of_messages
+
+from mpitrain.backend import to_host
 from mpitrain.collectives import ARROWS, AllToAll, MaxOver, Pick, Shift
+from mpitrain.comm.device_messages import STAGED, use_device_messages
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import world
+from mpitrain.device import CPU, Device
 from mpitrain.errors import CommError, ShapeError
+from mpitrain.events import Event, listen
 
 
 def arrived(y: Any, truth: np.ndarray) -> None:
@@ -114,7 +125,106 @@ def test_a_message_crosses_once_each_way(cupy):
         x = cupy.zeros(1000)
         with crossings() as counted:
             world().all_reduce(x, out=x)
-        assert counted == {"get": 1, "asarray": 1}
+        assert counted == {"get": 1, "set": 1}
+
+    LocalWorld(2).run(main)
+
+
+def test_a_message_that_goes_as_it_is_does_not_cross(cupy):
+    def main() -> None:
+        with checks.going(world(), cupy, "mpi") as said, crossings() as counted:
+            assert said == "as they are: the ranks are threads with one device"
+            for deterministic in (False, True):
+                world().set_deterministic(deterministic)
+                x = cupy.ones(20_000, np.float16)
+                arrived(world().all_reduce(x[::-1]), np.full(20_000, 2, np.float16)) if deterministic else None
+                world().iall_reduce(x, out=x).wait()
+                world().all_gather(x.reshape(100, 200), 1)
+        assert counted == {"get": 1}
+
+    LocalWorld(2).run(main)
+
+
+WAYS = ("mpi", "staged")
+
+
+FEW = (
+    "any_order_and_stride_arrives_as_it_reads every_dtype_travels results_go_where_they_are_asked_to"
+    " halves_are_summed_in_float32_and_overflow_only_in_a_half slices_are_joined_where_it_is_asked_for"
+).split()
+
+
+@pytest.mark.parametrize(("way", "names"), [("mpi", checks.LIGHT), ("staged", FEW)], ids=WAYS)
+def test_device_arrays_go_as_those_of_the_host_do(cupy, way, names):
+    def main() -> None:
+        checks.of_the_door(world(), cupy, way, names)
+        checks.arrays_stay_on_their_device(world(), cupy, way)
+        checks.calls_are_compared_and_arrays_watched(world(), cupy, way)
+
+    LocalWorld(2, timeout=20).run(main)
+
+
+@pytest.mark.parametrize("way", ["mpi", pytest.param("staged", marks=pytest.mark.slow)])
+def test_training_on_a_late_device_has_the_bits_of_the_host(cupy, way):
+    with asynchronous(3):
+        LocalWorld(2).run(lambda: checks.training_has_the_bits_of_the_host(world(), cupy, way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3])
+@pytest.mark.parametrize("way", WAYS)
+def test_all_that_the_door_promises_holds_of_device_arrays(cupy, way, ranks):
+    LocalWorld(ranks, timeout=60).run(lambda: checks.of_the_door(world(), cupy, way, [*checks.OF_THE_DOOR]))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_late_device_has_yet_to_write_is_waited_for(cupy, way, seed):
+    """C82: nothing stale is sent, and no page-locked buffer is used again under a copy."""
+
+    def main() -> int:
+        with checks.going(world(), cupy, way):
+            return rounds_of_messages(world(), cupy, 28, width=2)
+
+    with asynchronous(seed):
+        assert LocalWorld(2).run(main) == [0, 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_verb_waits_for_what_it_sends_and_is_waited_for(cupy, way):
+    with asynchronous():
+        LocalWorld(3).run(lambda: checks.every_verb_waits_for_the_device(world(), cupy, way))
+
+
+def test_ranks_with_several_devices_do_not_hand_arrays_over(cupy):
+    def main() -> str:
+        return use_device_messages(world(), "auto", Device("cuda", cupy, ranks=1))
+
+    assert LocalWorld(2).run(main) == [f"{STAGED}: the ranks have several devices"] * 2
+
+
+def test_one_rank_and_arrays_of_the_host_have_nothing_to_settle(cupy):
+    assert LocalWorld(1).run(lambda: use_device_messages(world(), "auto", Device("cuda", cupy))) == [""]
+    assert LocalWorld(2).run(lambda: use_device_messages(world(), "mpi", CPU)) == ["", ""]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_listeners_may_keep_what_they_are_shown(cupy, way):
+    """A buffer of a message is nobody else's as long as somebody looks at it."""
+
+    def main() -> None:
+        kept: list[Any] = []
+
+        def note(event: Event) -> None:
+            if event.kind == "message" and event.phase == "end":
+                kept.append((event.info["array"], event.info["result"]))
+
+        with checks.going(world(), cupy, way), listen(note):
+            for step in range(6):
+                world().all_reduce(cupy.full(1000, float(step)))
+        for step, (sent, summed) in enumerate(kept[-6:]):
+            np.testing.assert_array_equal(to_host(sent), np.full(1000, float(step)))
+            np.testing.assert_array_equal(to_host(summed), np.full(1000, 2.0 * step))
 
     LocalWorld(2).run(main)
 

@@ -86,12 +86,13 @@ def test_a_step_crosses_for_its_tokens_its_boundaries_its_loss_and_its_norm_only
         neighbours = (rank > 0) + (rank < last)
         sent = received = units * neighbours
         assert step == {
-            "asarray": units * arrays_of_a_batch + received,
-            "get": sent + units * (rank == last) + 1,  # one for the squares of all gradients
+            "asarray": units * arrays_of_a_batch,
+            "set": received,
+            "get": sent + 1,  # one for the losses and the squares of all gradients
         }
         with crossings() as evaluation:
             executor.evaluate(list(numbers(SMALL).validation(4))[:2])
-        assert evaluation["asarray"] == 2 * (arrays_of_a_batch + (rank > 0))
+        assert (evaluation["asarray"], evaluation["set"]) == (2 * arrays_of_a_batch, 2 * (rank > 0))
         assert evaluation["get"] == 2
 
     LocalWorld(stages).run(main)

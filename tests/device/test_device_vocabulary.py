@@ -51,7 +51,7 @@ def test_training_has_the_bits_of_numpy_and_only_messages_cross(cupy, numpy_kern
             assert a.tobytes() == b.tobytes()
         ends = 0 if ranks == 1 else 2 if how["sequence_parallel"] else 1  # messages of table and head, either way
         assert [one.get("get", 0) for one in crossed] == [ends + (2 if ranks > 1 else 0), ends], crossed
-        assert all(one.keys() <= {"get", "asarray"} and one.get("get", 0) == one.get("asarray", 0) for one in crossed)
+        assert all(one.keys() <= {"get", "set"} and one.get("get", 0) == one.get("set", 0) for one in crossed)
 
 
 def test_words_and_targets_that_do_not_exist_are_not_looked_for(cupy):

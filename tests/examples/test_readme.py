@@ -46,6 +46,8 @@ WORDS = "mpitrain tokenizer train book.txt words/ --vocab 300 >log"
 THREE = f"python examples/train_gpt.py --run runs/a --steps 4 --save-every 1 --stop-after 3 {TINY}"  # with three
 TRACED = f"mpitrain local -n 2 examples/train_gpt.py --pp 2 --steps 4 --trace --run runs/a {TINY} >log"
 
+STAND_IN = f"export PYTHONPATH={ROOT}/tests/device/as_cupy:$PYTHONPATH"  # there `import cupy` finds the stand-in
+
 RECORDED = f"mpitrain local -n 2 examples/train_gpt.py --steps 2 --record recordings/a {TINY} >log"
 
 HUNTED = [  # played whole, and compared with what the pages show, by tests/local/test_bug_hunt.py
@@ -97,6 +99,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mpitrain local -n 2 examples/train_gpt.py --model llama-tiny --pack --window 8 --cp 2 --steps 2 --batch 4"
         " --sample-length 4",
         "",
+    ),
+    # docs/how-to/use-gpus.md: on the stand-in
+    "./run_mpi.sh doctor": ("./run_mpi.sh doctor", ""),
+    "./run_mpi.sh -n 1 examples/train_gpt.py --device cuda --dtype bfloat16": (
+        f"{STAND_IN}\npython examples/train_gpt.py --device cuda --dtype bfloat16 --steps 2 {TINY}",
+        "",
+    ),
+    "./run_mpi.sh -n 8 examples/train_gpt.py --device cuda --tp 2": (
+        f"{STAND_IN}\nmpirun -n 2 python examples/train_gpt.py --device cuda --tp 2 --steps 2 {TINY}",
+        MPI,
     ),
     # docs/how-to/bring-your-weights.md, docs/reference/checkpoint-commands.md
     "mpitrain checkpoint import gpt2 runs/gpt2": (
@@ -249,6 +261,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "mpitrain local -n 2 examples/09_half_precision.py": ("python examples/09_half_precision.py", ""),
+    ".venv/bin/python benchmarks/gpu_check.py": (
+        f"CUDA_VISIBLE_DEVICES= python {ROOT}/benchmarks/gpu_check.py --json gpu.json | grep 'nothing was checked'",
+        "",
+    ),
     ".venv/bin/python benchmarks/precision.py": (
         f"python {ROOT}/benchmarks/precision.py --small --only float32 float16 underflow --result small.json",
         "",
@@ -899,6 +915,9 @@ def commands_of(block: Block) -> list[str]:
 SHOWN_COMMANDS = {
     command: block for block in BLOCKS if block.language in ("sh", "bash") for command in commands_of(block)
 }
+FIRST_PAGE = {
+    command for block in BLOCKS if str(block).startswith("README.md") for command in commands_of(block)
+}  # the others of the documents are run by CI, here one of three
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -953,6 +972,8 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
     if "_digits_" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))
+    if command not in FIRST_PAGE and [*COMMANDS].index(command) % 3:
+        found.append(pytest.mark.slow)
     return found
 
 

@@ -54,7 +54,7 @@ def cases(layouts: list[dict[str, Any]], seed: int = 0) -> list[Any]:
 # --------------------------------------------------------------------------------------------------------- every layout
 
 
-@pytest.mark.parametrize("how", some(cases(checks.LAYOUTS)))
+@pytest.mark.parametrize("how", some(cases(checks.LAYOUTS), 5))
 def test_every_layout_of_experts_is_the_same_run(how: dict[str, Any]) -> None:
     """T16.1, T28.1, C48: loss, choices, the router's losses, gradients, norms, weights and moments, and evaluation."""
     LocalWorld(checks.ranks_of(how)).run(lambda: checks.spread(world(), **how))

@@ -37,7 +37,7 @@ def cases(*ranks):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("ranks", "layout"), some(cases(1, 2, 4, 8)))
+@pytest.mark.parametrize(("ranks", "layout"), some(cases(1, 2, 4, 8), 5))
 def test_every_layout_is_the_same_run(ranks, layout, tied):
     """T2.2, T11.1, T11.3, T11.5, T13.1, T14.6, C39: with dropout; after each step replicas hold the same bits."""
     run(ranks, tied=tied, **layout)
@@ -63,13 +63,13 @@ def pipelines():
             yield pytest.param(ranks, how, id=checks.name_of(how))
 
 
-@pytest.mark.parametrize(("ranks", "layout"), some(pipelines(), 2))
+@pytest.mark.parametrize(("ranks", "layout"), some(pipelines()))
 def test_every_layout_with_a_pipeline_is_the_same_run(ranks, layout):
     """T15.4, C39, C44."""
     run(ranks, sizes=replace(checks.SIZES, layers=4), steps=3, **layout)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), some(cases(3, 6), 2))
+@pytest.mark.parametrize(("ranks", "layout"), some(cases(3, 6)))
 def test_six_heads_on_three_and_six_ranks(ranks, layout):
     run(ranks, sizes=replace(checks.SIX, seq_len=36 if layout["cp"] in (3, 6) else 12), **layout)
 

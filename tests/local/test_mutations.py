@@ -199,7 +199,7 @@ def found_by(mutation: Mutation, states: bool = True) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("mutation", some(MUTATIONS), ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", some(MUTATIONS, 6), ids=lambda mutation: mutation.name)
 def test_a_known_bug_is_found(mutation: Mutation) -> None:
     found = found_by(mutation, states=mutation.seen)
     assert mutation.by in found
@@ -225,7 +225,7 @@ def saves(mutation: Mutation) -> bool:
 SOUND = {repr((m.layout, sorted(m.options.items()))): m for m in MUTATIONS if saves(m)}
 
 
-@pytest.mark.parametrize("mutation", some(SOUND.values()), ids=[*SOUND])
+@pytest.mark.parametrize("mutation", some(SOUND.values(), 6), ids=[*SOUND])
 def test_nobody_complains_without_the_bug(mutation: Mutation) -> None:
     layout = parse(mutation.layout)
     losses: list[float] = []
@@ -237,7 +237,7 @@ def test_nobody_complains_without_the_bug(mutation: Mutation) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "padded", "tied"])
-@pytest.mark.parametrize("layout", some(sorted({mutation.layout for mutation in MUTATIONS if not saves(mutation)})))
+@pytest.mark.parametrize("layout", some(sorted({mutation.layout for mutation in MUTATIONS if not saves(mutation)}), 6))
 def test_without_a_bug_nobody_complains(layout: str, options: dict[str, Any]) -> None:
     ran = parse(layout)
     if "ulysses" in layout and options.get("kv_heads"):
@@ -288,7 +288,7 @@ def test_warm_ups_that_are_off_by_one_are_refused_or_change_nothing(ranks: int, 
     assert len(refused) < len(known)
 
 
-@pytest.mark.parametrize("seed", some(range(40)))
+@pytest.mark.parametrize("seed", some(range(40), 6))
 def test_no_false_alarm_over_random_configurations(seed: int) -> None:
     """The cases of `mpitrain verify --sweep`, under the check of states."""
     result = prove(case_of(seed), lambda case, layout: checked(lambda: train_case(case, layout)))

@@ -332,9 +332,9 @@ def test_a_copy_without_its_backward_is_found_in_the_model(monkeypatch):
 def test_a_micro_batch_that_one_rank_of_a_stage_takes_for_another_is_found_as_it_arrives():
     whole = Links.expect
 
-    def expect(links, kind, stage, unit, boundaries):
+    def expect(links, kind, stage, unit, boundaries, like):
         swapped = world().rank == 3 and kind == "F"  # of stage 1, the second of tp
-        return whole(links, kind, stage, 1 - unit if swapped else unit, boundaries)
+        return whole(links, kind, stage, 1 - unit if swapped else unit, boundaries, like)
 
     with mock.patch.object(Links, "expect", expect):
         text = told_stages(4, pp=2, tp=2)

@@ -274,7 +274,7 @@ def prove(layout: str, **options: Any) -> tuple[Verdict, dict[str, str]]:
 WITHOUT_STAGES = [str(layout) for n in (3, 4) for layout in all_layouts(n) if not layout.schedule]
 
 
-@pytest.mark.parametrize("layout", some(WITHOUT_STAGES))
+@pytest.mark.parametrize("layout", some(WITHOUT_STAGES, 5))
 def test_every_layout_of_three_and_four_ranks_is_equal(layout):
     options = {"heads": 3, "width": 12, "seq_len": 18, "batch": 12} if parse(layout).ranks == 3 else {}
     if parse(layout).spreads_experts:
@@ -290,7 +290,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize("layout", some(PIPELINES))
 def test_a_pipeline_is_equal_with_every_schedule(layout):
     verdict, _ = prove(layout, layers=4, tied=True)
     assert verdict.ok, verdict.first
@@ -310,7 +310,7 @@ def stale(layout: str, **options: Any) -> tuple[list[list[Record]], list[Record]
     return kept, replay(case.layout.schedule, kept, lambda: sweep.train(case, ONE_RANK)), plain
 
 
-@pytest.mark.parametrize("layout", STALE)
+@pytest.mark.parametrize("layout", some(STALE, 2))
 def test_a_pipeline_that_never_drains_is_equal_to_its_replay_and_not_to_plain_training(layout):
     """T8.3, T8.4."""
     kept, again, plain = stale(layout)
@@ -363,7 +363,7 @@ def test_stages_without_a_block_are_equal_and_hold_nothing(stage_layers, tied):
     assert ("table.weight" in names[2]) == tied
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize("layout", some(PIPELINES))
 def test_the_order_of_the_computations_is_recorded(layout):
     case = sweep.Case(3, parse(layout), 17, {**MODEL, "layers": 4})
     records = record(case.layout.ranks, lambda: sweep.train(case, case.layout))
@@ -1119,6 +1119,7 @@ def test_a_layout_that_the_trainer_cannot_take_is_refused_with_its_reason(capsys
         (["--transport", "tcp", "--layout", "dp2"], ConfigError, "must be one of local, mpi"),
         (["--sweep", "3", "--layout", "dp2"], ConfigError, "makes its own models and layouts"),
         (["--sweep", "3", "--transport", "mpi"], ConfigError, "makes its own models and layouts"),
+        (["--device", "cuda", "--layout", "dp2", "train.py"], ConfigError, "give it behind the script"),
         (["--layout", "dp2", "--json", "/nowhere/at/all.json"], ConfigError, "cannot be written"),
     ],
 )

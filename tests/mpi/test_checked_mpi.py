@@ -17,7 +17,7 @@ SCRIPT = str(Path(__file__).with_name("mismatch_script.py"))
 HERE = "mismatch_script.py:"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [check.__name__ for check in checks_checked.CHECKS])
 def test_checked(checks: Callable[[str, str, int], None], name: str, ranks: int) -> None:
     checks("checks_checked", name, ranks)

@@ -27,7 +27,7 @@ FLAGS = (
 FLAGS.append(str(ROOT / "run_mpi.sh"))  # a short text: every process reads all of it
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", [check.__name__ for check in checks_data_parallel.CHECKS])
 def test_data_parallel(checks: Callable[[str, str, int], None], name: str, ranks: int) -> None:
     checks("checks_data_parallel", name, ranks)
@@ -53,8 +53,8 @@ def outcome(run: Path) -> tuple[list[dict[str, object]], dict[str, str], str]:
     "more",
     [
         [],
-        ["--reducer", "bucketed", "--bucket-mib", "0.02", "--microbatches", "2"],
-        ["--tp", "2", "--sequence-parallel"],
+        pytest.param(["--reducer", "bucketed", "--bucket-mib", "0.02", "--microbatches", "2"], marks=pytest.mark.slow),
+        pytest.param(["--tp", "2", "--sequence-parallel"], marks=pytest.mark.slow),
         ["--tp", "2", "--cp", "2"],
         ["--pp", "2", "--schedule", "interleaved", "--microbatches", "2", "--tied", "--check"],
         pytest.param(["--pp", "4", "--schedule", "zb-h1", "--microbatches", "6"], marks=pytest.mark.slow),

@@ -414,9 +414,9 @@ def test_heads_of_queries_are_a_multiple_of_those_of_keys():
 def test_a_model_that_cannot_fit_is_refused_and_one_that_may_is_not():
     c = Config(layers=1000, width=65536, heads=64)
     with pytest.raises(ConfigError, match="GiB") as caught:
-        check_memory(c, 12 * c.layers * c.width**2, 8, 8, 64 * 2**30)
+        check_memory(c, 12 * c.layers * c.width**2, 8, 0, 64 * 2**30, 8)
     assert len(str(caught.value).splitlines()) <= 5
-    check_memory(Config(), 470_528, 8, 8, 2 * 2**30)
+    check_memory(Config(), 470_528, 8, 0, 2 * 2**30, 8)
 
 
 @pytest.mark.parametrize(

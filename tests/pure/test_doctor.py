@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from mpitrain import doctor
-from mpitrain.doctor import ask, launchers, machine
-from mpitrain.doctor.ask import Answer, Finding
+from mpitrain.doctor import ask, gpu, launchers, machine
+from mpitrain.doctor.ask import Answer, Finding, ask_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,15 +208,64 @@ def test_a_folder_where_no_run_can_be_kept_is_found(monkeypatch, answer, topic, 
 
 
 def test_cupy_that_reaches_no_device_is_not_taken_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(machine, "ask", lambda *_: Answer(0, "GPU 0: H200 (UUID: x)\n"))
-    monkeypatch.setattr(machine, "ask_python", lambda *_: Answer(1, "CUDARuntimeError: cudaErrorInsufficientDriver"))
-    [finding] = machine.check_gpu()
+    one = "GPU 0: H200 (UUID: x)\n"
+    finding = gpu_as(monkeypatch, one, {"broken": "CUDARuntimeError: cudaErrorInsufficientDriver"})
     assert finding.level == "warn"
     assert "InsufficientDriver" in finding.text
-    monkeypatch.setattr(machine, "ask_python", lambda *_: Answer(1, "ModuleNotFoundError: No module named 'cupy'"))
-    [finding] = machine.check_gpu()
+    finding = gpu_as(monkeypatch, one, {"refused": "--device cuda needs CuPy, which is not installed: pip\nOr not."})
     assert finding.level == "note"
     assert "mpitrain[cuda13]" in finding.fix
+    finding = gpu_as(monkeypatch, one, {"refused": "--device cuda: the driver is too old.\nTake a newer driver."})
+    assert (finding.level, finding.fix) == ("warn", "Take a newer driver.")
+    assert finding.text == "1 device(s) that --device cuda cannot use: the driver is too old."
+
+
+def test_without_a_gpu_nothing_is_to_be_mended(monkeypatch):
+    for reason, words in (
+        ("CuPy, which is not installed", "none; the CPU"),
+        ("no driver", "none (CuPy is installed);"),
+    ):
+        finding = gpu_as(monkeypatch, None, {"refused": reason})
+        assert finding.level == "ok"
+        assert words in finding.text
+
+
+def test_a_gpu_that_computes_is_named_and_one_that_computes_wrong_is_bad(monkeypatch):
+    works = {"count": 1, "device": "cuda: H200", "version": "14.2.0", "product": 64.0**3, "squares": 64.0**2}
+    finding = gpu_as(monkeypatch, "GPU 0: H200\n", works)
+    assert (finding.level, finding.text) == ("ok", "--device cuda works: cuda: H200, CuPy 14.2.0")
+    assert gpu_as(monkeypatch, "GPU 0: H200\n", {**works, "squares": 0.0}).level == "bad"
+
+
+def test_several_gpus_have_nccl_or_can_get_it(monkeypatch):
+    works = {"count": 2, "device": "cuda: H200", "version": "14.2.0", "product": 64.0**3, "squares": 64.0**2}
+    finding = gpu_as(monkeypatch, "GPU 0: H200\nGPU 1: H200\n", {**works, "nccl": "NCCL 2.28.3"})
+    assert (finding.topic, finding.level) == ("NCCL", "ok")
+    assert "NCCL 2.28.3 loads: --device-messages nccl" in finding.text
+    finding = gpu_as(monkeypatch, "GPU 0: H200\nGPU 1: H200\n", {**works, "nccl": ""})
+    assert (finding.topic, finding.level) == ("NCCL", "note")
+    assert "nvidia-nccl-cu13" in finding.fix
+
+
+def test_gpus_that_are_hidden_are_told(monkeypatch):
+    works = {"count": 1, "device": "cuda: H200", "version": "14.2.0", "product": 64.0**3, "squares": 64.0**2}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    finding = gpu_as(monkeypatch, "GPU 0: H200\nGPU 1: H200\n", works)
+    assert finding.level == "note"
+    assert "1 of 2 device(s) are seen: CUDA_VISIBLE_DEVICES=1" in finding.text
+
+
+def test_a_machine_without_a_gpu_is_asked_in_earnest():
+    """The program that is run in a child knows the names that it uses."""
+    answer = ask_python(gpu.PROGRAM, 60)
+    assert json.loads(answer.text.splitlines()[-1]).keys() & {"refused", "squares"}, answer.text
+
+
+def gpu_as(monkeypatch, listed: str | None, said: dict) -> Finding:
+    """The last finding where nvidia-smi lists these, and a child that tries to compute says this."""
+    monkeypatch.setattr(gpu, "ask", lambda *_: Answer(127, "") if listed is None else Answer(0, listed))
+    monkeypatch.setattr(gpu, "ask_python", lambda *_: Answer(0, f"a warning\n{json.dumps(said)}\n"))
+    return gpu.check_gpu()[-1]
 
 
 def test_a_quota_of_the_container_limits_the_cores(monkeypatch):

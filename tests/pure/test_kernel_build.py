@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain import kernels
+from mpitrain.kernels.cuda import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "mpitrain" / "kernels" / "csrc"
@@ -165,6 +166,7 @@ for level in kernels.levels():
     y, _ = kernels.gelu_tanh(x)
     assert abs(y[-1] - 2.9963627) < 1e-5, (level, y[-1])
 """
+CUDA = "from mpitrain.kernels.cuda import launch; print([(name, launch.text(name)) for name in launch.sources()])"
 
 
 def test_the_source_distribution_holds_every_file_of_the_package(clone, tmp_path):
@@ -188,6 +190,7 @@ def test_without_a_compiler_the_package_is_built_and_computes(clone, tmp_path):
     assert ask(python, WHERE, tmp_path).startswith(str(tmp_path / "venv"))
     assert ask(python, LEVELS, tmp_path) == "numpy numpy"
     ask(python, USE, tmp_path)
+    assert ask(python, CUDA, tmp_path) == str([(name, launch.text(name)) for name in launch.sources()])
 
 
 @pytest.mark.slow

@@ -262,8 +262,16 @@ def test_arrays_without_elements_are_taken(shape, level):
         assert (total, lse.shape) == (0, (0,))
     out = np.ones((3, 4))
     kernels.row_sum(np.empty(0, int), np.empty((0, 4)), out)
+    kernels.row_sum(np.full(5, -1), np.ones((5, 4)), out)
     assert (out == 1).all()
     kernels.adamw(*(np.empty(0) for _ in range(4)), **ADAMW)
+
+
+@PRECISIONS
+def test_a_row_whose_id_is_negative_is_nobodys(dtype, level):
+    out, rows = np.zeros((3, 4), dtype), np.arange(24, dtype=dtype).reshape(6, 4)
+    kernels.row_sum(np.array([2, -1, 0, -7, 2, np.iinfo(np.int64).min]), rows, out)
+    assert np.array_equal(out, [rows[2], np.zeros(4), rows[0] + rows[4]])
 
 
 # ----------------------------------------------------------------------------------------------- random masks and order

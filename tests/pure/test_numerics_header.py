@@ -5,14 +5,14 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_compilers import nvrtc
 
 from mpitrain import kernels
-from mpitrain.rng import fold32, lowbias32
+from mpitrain.rng import fold32, lowbias32, splitmix64
 
 HEADER = Path(__file__).resolve().parents[2] / "mpitrain" / "kernels" / "csrc" / "numerics.h"
 HIGHER = {np.float32: np.float64, np.float64: np.longdouble}
@@ -34,6 +34,9 @@ EXPORT void reals(const REAL *x, REAL *out, int n) {
         out[6 * n + i] = slope;
         out[7 * n + i] = mt_from_bits(mt_to_bits(x[i]));
         out[8 * n + i] = mt_sigmoid(x[i]);
+        out[9 * n + i] = mt_erf(x[i]);
+        out[10 * n + i] = mt_erf_near(x[i], &slope) / slope;
+        out[11 * n + i] = mt_erf_far(x[i], &slope) / slope;
     }
 }
 EXPORT void words(const mt_row *row, mt_word *out, int n) {
@@ -41,6 +44,8 @@ EXPORT void words(const mt_row *row, mt_word *out, int n) {
         out[i] = mt_fold(row[i]);
         out[n + i] = mt_mix32((mt_word)row[i]);
         out[2 * n + i] = mt_column((mt_word)row[i]);
+        out[3 * n + i] = (mt_word)(mt_splitmix64(row[i]) >> 32);
+        out[4 * n + i] = (mt_word)mt_splitmix64(row[i]);
     }
 }
 EXPORT void noise(const mt_row *row, REAL *out, int n) {
@@ -97,10 +102,10 @@ def pointers(*arrays):
 
 
 def reals(library, x):
-    out = np.empty((9, x.size), x.dtype)
+    out = np.empty((12, x.size), x.dtype)
     library.reals(*pointers(x, out), x.size)
-    names = ("exp", "normal", "density", "tanh", "tanh slope", "erf", "erf slope", "same", "sigmoid")
-    return dict(zip(names, out, strict=True))
+    names = "exp,normal,density,tanh,tanh slope,gelu,gelu slope,same,sigmoid,erf,near,far"
+    return dict(zip(names.split(","), out, strict=True))
 
 
 @PRECISIONS
@@ -131,13 +136,32 @@ def test_the_normal_distribution_is_right(libraries, dtype):
 
 
 @PRECISIONS
+def test_the_error_function_is_right(libraries, dtype):
+    """Also relatively, where it is small."""
+    x = np.concatenate([np.linspace(-40, 40, 50_001), np.linspace(-1, 1, 20_001), np.geomspace(1e-30, 1, 999)])
+    x = x.astype(dtype)
+    got = reals(libraries[dtype], x)["erf"]
+    exact = np.array([math.erf(float(v)) for v in x])
+    eps = np.finfo(dtype).eps
+    assert np.abs(got - exact).max() < 2 * eps
+    near = np.abs(x) < 0.46875
+    assert (np.abs(got - exact)[near] <= 4 * eps * np.abs(exact[near])).all()
+    ends = np.array([-np.inf, -1e30, 1e30, np.inf, np.nan, 0], dtype)
+    assert np.array_equal(reals(libraries[dtype], ends)["erf"], [-1, -1, 1, 1, np.nan, 0], equal_nan=True)
+    halves = np.full(1, 0.46875, dtype)  # where its two formulas meet
+    parts = reals(libraries[dtype], halves**2)["near"], reals(libraries[dtype], halves)["far"]
+    meet = halves * parts[0], 1 - np.exp(-(halves**2)) * parts[1]
+    np.testing.assert_allclose(*meet, rtol=4 * eps)
+
+
+@PRECISIONS
 def test_what_c_plus_plus_computes_is_what_the_kernels_compute(libraries, dtype):
     """Every level rounds a little differently from it, where it fuses products and sums; none more than that."""
     x = np.linspace(-12, 12, 10_001).astype(dtype)
     got = reals(libraries[dtype], x)
     for level in kernels.levels():
         kernels.select(level)
-        for name, kernel in (("tanh", kernels.gelu_tanh), ("erf", kernels.gelu_erf)):
+        for name, kernel in (("tanh", kernels.gelu_tanh), ("gelu", kernels.gelu_erf)):
             for mine, theirs in zip((got[name], got[f"{name} slope"]), kernel(x), strict=True):
                 tolerance = 3e-7 * 12 if dtype is np.float32 else 1e-14
                 np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance)
@@ -157,12 +181,13 @@ def test_hashes_are_those_of_rng(libraries):
     rows = np.random.default_rng(0).integers(0, 2**64, 1000, dtype=np.uint64)
     rows[:3] = 0, 2**32 - 1, 2**64 - 1
     for library in libraries.values():
-        out = np.empty((3, 1000), np.uint32)
+        out = np.empty((5, 1000), np.uint32)
         library.words(*pointers(rows, out), 1000)
         low = rows.astype(np.uint32)
         assert np.array_equal(out[0], fold32(rows))
         assert np.array_equal(out[1], lowbias32(low))
         assert np.array_equal(out[2], lowbias32(low + np.uint32(1)))
+        assert np.array_equal(out[3].astype(np.uint64) << np.uint64(32) | out[4], splitmix64(rows))
 
 
 @PRECISIONS
@@ -190,20 +215,6 @@ def test_an_update_is_adamw(libraries, dtype):
 
 
 # --------------------------------------------------------------------------------------------- NVRTC
-
-
-def nvrtc():
-    """NVIDIA's run-time compiler, which needs no GPU, from a package or the system."""
-    found = [path for base in sys.path for path in Path(base or ".").glob("nvidia/*/lib/libnvrtc.so.*")]
-    for name in (*found, "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            if isinstance(name, Path):  # its other half, which it looks for by name and not beside itself
-                for other in name.parent.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(other))
-            return ctypes.CDLL(str(name))
-        except OSError:
-            continue
-    pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc-cu12)")
 
 
 @PRECISIONS

@@ -260,5 +260,5 @@ def test_ranks_of_ep_share_the_weights_of_experts():
     sizes = {"layers": 4, "width": 4096, "experts": 32, "batch": 64, "seq_len": 16}
     parameters = 4 * (4 * 4096**2 + 32 * 8 * 4096**2)
     with pytest.raises(ConfigError, match="parameters need at least"):
-        check_memory(Config(**sizes), parameters, 64, 1, 2**36, parameters - 16 * 4096**2)
-    check_memory(Config(**sizes, ep=32), parameters, 64, 1, 2**36, parameters - 16 * 4096**2)
+        check_memory(Config(**sizes), parameters, 64, parameters - 16 * 4096**2, 2**36, 1)
+    check_memory(Config(**sizes, ep=32), parameters, 64, parameters - 16 * 4096**2, 2**36, 1)

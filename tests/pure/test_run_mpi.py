@@ -494,7 +494,8 @@ def test_what_a_killed_mpirun_left_behind_does_not_stop_the_next_of_its_process_
     last = subprocess.Popen(["true"])
     last.wait()
     wraps_at = int(Path("/proc/sys/kernel/pid_max").read_text())  # and goes on from a low number
-    numbers = [n if n < wraps_at else n - wraps_at for n in range(last.pid, last.pid + 2000)]  # one of these will be its
+    # One of these will be its.
+    numbers = [n if n < wraps_at else n - wraps_at for n in range(last.pid, last.pid + 2000)]
     for number in numbers:
         (tmp_path / f"ompi.{number}").mkdir()
     clone.run(TMPDIR=str(tmp_path), MPITRAIN_MPI=mpi, RUN_CODE='echo $$ >"$RECORD.runs"')

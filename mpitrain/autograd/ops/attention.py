@@ -255,12 +255,9 @@ def attend(
     Returns:
         lse (b, kv, g, s), at least float32, the logarithm of the sum of each query's exponentials.
     """
-    lse = array_module(q).empty(q.shape[:4], wide(q.dtype))
-    for one, here in _members(q, mask, rows, scores):
-        lse[one] = kernels.attention(
-            q[one], k, v, out[one], scale=_scale(q), causal=causal, drop=drop, keys=keys, since=since, **here
-        )
-    return lse
+    how: dict[str, Any] = {"scale": _scale(q), "causal": causal, "drop": drop, "keys": keys, "since": since}
+    made = [kernels.attention(q[one], k, v, out[one], **how, **here) for one, here in _members(q, mask, rows, scores)]
+    return made[0][:, :, None] if len(made) == 1 else array_module(q).stack(made, axis=2)
 
 
 def attend_backward(

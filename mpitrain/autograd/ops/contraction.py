@@ -61,7 +61,7 @@ class Contract(Function):
     ) -> tuple[Any, ...]:
         of_a, of_b, of_y = letters
         if wanted[0] and wanted[1]:
-            grad = widened(grad)  # once for two products
+            grad = kernels.factor(grad)
         da = _gradient(grad, b, (of_y, of_b, of_a), a_dtype) if wanted[0] else None
         return da, _gradient(a, grad, (of_a, of_y, of_b), b_dtype) if wanted[1] else None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
-from mpitrain.autograd.lazy import Lazy, rounded, summed, widened
+from mpitrain.autograd.lazy import Lazy, rounded, summed
 from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, array_module, wide
@@ -53,7 +53,7 @@ class Conv2d(Function):
         groups: int,
     ) -> tuple[Any, ...]:
         if wanted[0] and wanted[1]:
-            grad = widened(grad)  # once for two products
+            grad = kernels.factor(grad)
         dx = rounded(kernels.conv2d_images(grad, w, slide, groups), dtype) if wanted[0] else None
         dw = FilterGradient(x, grad, slide, groups, w.dtype) if wanted[1] and x is not None else None
         if len(wanted) == 2:

@@ -144,12 +144,12 @@ class Relu(Function):
 
     @staticmethod
     def forward(x: Array) -> tuple[Array, tuple[Any, ...]]:
-        y = array_module(x).maximum(x, 0)
+        y = array_module(x).maximum(x, x.dtype.type(0))  # a number of its own dtype: CuPy has bfloat16 beside no other
         return y, (y,)
 
     @staticmethod
     def backward(grad: Array, y: Array, *, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        return (grad * (y > 0),)
+        return (grad * (y > y.dtype.type(0)),)
 
 
 class Abs(Function):

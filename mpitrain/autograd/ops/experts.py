@@ -25,7 +25,7 @@ from mpitrain.autograd.function import Function
 from mpitrain.autograd.lazy import GroupedProduct, RowSum, groups, rounded, widened
 from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, at_hand
 from mpitrain.errors import ShapeError
 from mpitrain.kernels.blocks import rows_of
 from mpitrain.kernels.reference.products import product_dtype
@@ -131,7 +131,7 @@ class GroupedMatmul(Function):
         grad: Array, x: Array, w: Array, *, wanted: tuple[bool, ...], counts: tuple[int, ...]
     ) -> tuple[Any, ...]:
         if wanted[0] and wanted[1]:
-            grad = widened(grad)  # once for two products
+            grad = kernels.factor(grad)
         dx = None
         if wanted[0]:
             dx = array_module(x).empty(x.shape, x.dtype)
@@ -303,7 +303,7 @@ def _check_numbers(what: str, numbers: Array, end: int, lowest: int = 0, once: b
     """
     if numbers.dtype.kind not in "iu":
         raise ShapeError(f"{what} are integers, these are {numbers.dtype}")
-    if array_module(numbers) is not np or not numbers.size:
+    if not at_hand(numbers) or not numbers.size:
         return
     if numbers.min() < lowest or numbers.max() >= end:
         raise ShapeError(f"{what} reach from {numbers.min()} to {numbers.max()}, but there are {end}")

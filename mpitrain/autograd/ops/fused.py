@@ -14,13 +14,12 @@ import numpy as np
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function
-from mpitrain.autograd.lazy import Product, rounded, summed, widened
+from mpitrain.autograd.lazy import Product, summed
 from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module, wide
+from mpitrain.backend import Array, at_hand
 from mpitrain.errors import DataError, ShapeError
 from mpitrain.kernels.blocks import rows_of
-from mpitrain.kernels.reference.products import product_dtype
 
 IGNORE = -100
 """The target of a token that does not count in the loss."""
@@ -41,13 +40,8 @@ class Linear(Function):
     def forward(x: Array, w: Array, b: Array | None = None, *, dtype: Any = None) -> tuple[Array, tuple[Any, ...]]:
         if x.ndim == 0 or x.shape[-1] != w.shape[0]:
             raise ShapeError(f"linear: x {x.shape} ends in another length than w {w.shape} begins with")
-        if b is None:
-            y = kernels.matmul(x.reshape(rows_of(x)), w, dtype=dtype)
-        else:
-            dtype = product_dtype(x, w) if dtype is None else dtype
-            y = kernels.matmul(x.reshape(rows_of(x)), w, dtype=wide(dtype))
-            y += b
-            y = rounded(y, dtype)
+        matrix = x.reshape(rows_of(x))
+        y = kernels.matmul(matrix, w, dtype=dtype) if b is None else kernels.linear(matrix, w, b, dtype)
         return y.reshape(*x.shape[:-1], w.shape[1]), (x, w, x.dtype, None if b is None else b.dtype)
 
     @staticmethod
@@ -63,7 +57,7 @@ class Linear(Function):
     ) -> tuple[Any, ...]:
         g = grad.reshape(rows_of(grad))
         if wanted[0] and wanted[1]:
-            g = widened(g)  # once for two products
+            g = kernels.factor(g)
         dx = kernels.matmul(g, w.T, dtype=x_dtype).reshape(*grad.shape[:-1], w.shape[0]) if wanted[0] else None
         dw = None if x is None or not wanted[1] else Product(x.reshape(rows_of(x)).T, g, w.dtype)
         if len(wanted) == 2:
@@ -167,7 +161,7 @@ def check_targets(targets: Array, classes: int, ignore: int) -> None:
     Raises:
         DataError: one that counts is not in [0, classes).
     """
-    if array_module(targets) is np:
+    if at_hand(targets):
         wrong = (targets != ignore) & ((targets < 0) | (targets >= classes))
         if wrong.any():
             raise DataError(f"softmax_cross_entropy: target {targets[wrong][0]}, but the logits have {classes} classes")

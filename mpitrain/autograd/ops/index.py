@@ -13,7 +13,7 @@ from mpitrain.autograd.lazy import Lazy, RowSum, summed
 from mpitrain.autograd.ops.reduce import dims_of
 from mpitrain.autograd.ops.shape import Reshape, Transpose
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module
+from mpitrain.backend import Array, array_module, at_hand
 from mpitrain.errors import ShapeError, UserError
 
 
@@ -194,7 +194,7 @@ def _places(arrays: list[Any], lengths: list[int], x: Tensor) -> list[Array]:
         if getattr(ids, "ndim", 0) == 0:
             ids = xp.asarray(_place(ids))
         ids = integers(ids)
-        if xp is np and ids.size and not (-n <= ids.min() and ids.max() < n):
+        if at_hand(ids) and ids.size and not (-n <= ids.min() and ids.max() < n):
             raise IndexError(f"places from {ids.min()} to {ids.max()} along a dim of length {n}")
         found.append(ids if len(arrays) == 1 else xp.where(ids < 0, ids + n, ids))
     return found

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain import kernels
 from mpitrain.autograd.function import Function, unbroadcast
-from mpitrain.autograd.lazy import Product, rounded, summed, widened
+from mpitrain.autograd.lazy import Product, rounded, summed
 from mpitrain.autograd.needs import NEAR
 from mpitrain.autograd.ops.operands import check_operands
 from mpitrain.autograd.tensor import Tensor
@@ -35,7 +35,7 @@ class Matmul(Function):
     @staticmethod
     def backward(grad: Array, a: Array, b: Array, *, wanted: tuple[bool, ...], dtype: Any = None) -> tuple[Any, ...]:
         if wanted[0] and wanted[1]:
-            grad = widened(grad)  # once for two products
+            grad = kernels.factor(grad)
         if a.ndim == b.ndim == 2:
             da: Any = kernels.matmul(grad, b.T, dtype=a.dtype) if wanted[0] else None
             db: Any = Product(a.T, grad, b.dtype) if wanted[1] else None

@@ -20,6 +20,7 @@ import numpy as np
 from mpitrain.autograd.tensor import Tensor
 from mpitrain.backend import Array, to_host
 from mpitrain.comm.places import listed, named
+from mpitrain.comm.wire import share_memory
 from mpitrain.debug.console import tensors
 from mpitrain.debug.console.apart import differences
 from mpitrain.debug.console.found import Found
@@ -156,11 +157,12 @@ class Follow:
                     rank.adding = event.name
 
     def _message(self, view: Watch, rank: _Rank, event: Event, p: Parameter) -> None:
-        result = event.info.get("result")
+        result: Any = event.info.get("result")
+        grad: Any = p.grad
         is_sum = "reduce" in event.name and not event.name.startswith("wait ")
-        if not (is_sum and isinstance(result, np.ndarray) and isinstance(p.grad, np.ndarray) and p.grad.size):
+        if not (is_sum and hasattr(result, "dtype") and type(grad) is type(result) and grad.size):
             return
-        if np.may_share_memory(result, p.grad):
+        if share_memory(result, grad):
             rank.summed = True
             self._touch(view, f"summed by {event.name} on {event.info['axis']}", "|g|", tensors.GRAD)
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from mpitrain.comm.payload import LIKE_BLOCKING
+from mpitrain.comm.wire import share_memory
 from mpitrain.events import Event
 from mpitrain.nn.parameter import Parameter
 
@@ -66,8 +65,8 @@ class Gradients:
 
     def _sum(self, axis: str, result: Any, parameters: Iterable[Parameter]) -> None:
         """A sum over ranks was written: into a flat buffer of gradients, maybe, or a part of it."""
-        for p in parameters if isinstance(result, np.ndarray) else ():
-            if isinstance(p.grad, np.ndarray) and p.grad.size and np.may_share_memory(result, p.grad):
+        for p in parameters if hasattr(result, "dtype") else ():
+            if type(p.grad) is type(result) and p.grad.size and share_memory(result, p.grad):
                 self._over[p] = (*self._over.get(p, ()), axis)
 
     def adds(self, p: Parameter) -> int:

@@ -443,6 +443,7 @@ static void row_sum(const int64_t *ids, const void *rows_, void *out_, len count
     const REAL *RESTRICT rows = rows_;
     REAL *RESTRICT out = out_;
     for (len i = 0; i < count; i++, rows += width) {
+        if (ids[i] < 0) continue; /* nobody's */
         REAL *RESTRICT into = out + ids[i] * width;
         for (len j = 0; j < width; j++) into[j] += rows[j];
     }

@@ -696,7 +696,7 @@ METHOD(cross_entropy_backward) { /* grad, logits, targets, lse, ignore, out, spa
     return finish(&c, NULL);
 }
 
-METHOD(row_sum) { /* ids, rows (n, m), out (t, m), spare: out[ids[i]] += rows[i] */
+METHOD(row_sum) { /* ids, rows (n, m), out (t, m), spare: out[ids[i]] += rows[i], where ids[i] is not negative */
     CALL;
     const int64_t *ids = integers(&c, 0, -1);
     if (c.failed) return finish(&c, NULL);
@@ -709,7 +709,7 @@ METHOD(row_sum) { /* ids, rows (n, m), out (t, m), spare: out[ids[i]] += rows[i]
     const Py_ssize_t width = last_dim(&c), length = width ? elements(&c) / width : 0;
     if (n != num * width) fail(&c, PyExc_ValueError, "has another length", 1);
     for (Py_ssize_t i = 0; !c.failed && width && i < num; i++)
-        if (ids[i] < 0 || ids[i] >= length) fail(&c, PyExc_ValueError, "holds a number that is no row", 0);
+        if (ids[i] >= length) fail(&c, PyExc_ValueError, "holds a number that is no row", 0);
     spare(&c, 3, 1, width);
     if (!c.failed) BY_BLOCKS(num, width, table(&c)->row_sum(ids + b.first, READ(rows), out, b.rows, width));
     return finish(&c, NULL);

@@ -9,6 +9,7 @@ header of a toolkit.  CuPy keeps what it has compiled on disk, so a second start
 from __future__ import annotations
 
 import functools
+import re
 from importlib import resources
 from typing import Any
 
@@ -22,6 +23,7 @@ MOST_BLOCKS = 65_535
 """Of kernels that pass over elements: more would only wait for a turn."""
 
 _NULL = np.uint64(0)
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 def blocks_for(elements: int, threads: int = THREADS) -> int:
@@ -81,10 +83,11 @@ def forget() -> None:
 
 
 def text(source: str) -> str:
-    """The whole text of a source, with what stands in front of it."""
+    """The whole text of a source, with what stands in front of it, and of the `.cuh` files that it includes."""
     package = resources.files("mpitrain.kernels")
     parts = "csrc/numerics.h", "cuda/csrc/common.cuh", f"cuda/csrc/{source}.cu"
-    return "".join(package.joinpath(part).read_text() for part in parts)
+    whole = "".join(package.joinpath(part).read_text() for part in parts)
+    return _INCLUDE.sub(lambda found: package.joinpath(f"cuda/csrc/{found[1]}").read_text(), whole)
 
 
 def sources() -> list[str]:

@@ -74,7 +74,7 @@ def conv2d_images(grad: Array, w: Array, slide: Windows, groups: int = 1) -> Arr
     channels, each = groups * w.shape[-1], len(w) // groups
     by_group = w.astype(dtype, copy=False).reshape(groups, each, *w.shape[1:])
     dx = xp.zeros((len(grad), *slide.image, channels), dtype)
-    for images, rows in _blocks(xp, len(grad), slide, channels):
+    for images, rows in blocks_of_places(len(grad), slide, channels, _most(xp)):
         wanted = _wide(grad[images, rows])
         places = wanted.shape[:3]
         matrix = wanted.reshape(math.prod(places), groups, each).swapaxes(0, 1)
@@ -127,7 +127,7 @@ def _unrolled(x: Array, slide: Windows, groups: int, dtype: Any) -> Iterator[tup
     scratch = None
     before = None
     channels = x.shape[-1] // groups
-    for images, rows in _blocks(xp, len(x), slide, math.prod(slide.window) * x.shape[-1]):
+    for images, rows in blocks_of_places(len(x), slide, math.prod(slide.window) * x.shape[-1], _most(xp)):
         several = images.stop - images.start
         shape = (groups, several, rows.stop - rows.start, slide.places[1], *slide.window, channels)
         if scratch is None:
@@ -143,16 +143,19 @@ def _unrolled(x: Array, slide: Windows, groups: int, dtype: Any) -> Iterator[tup
         yield (images, rows), seen.reshape(groups, math.prod(shape[1:4]), math.prod(shape[4:]))
 
 
-def _blocks(xp: Any, images: int, slide: Windows, width: int) -> Iterator[tuple[slice, slice]]:
+def _most(xp: Any) -> int:
+    return BLOCK if xp is np else DEVICE_BLOCK
+
+
+def blocks_of_places(images: int, slide: Windows, width: int, most: int) -> Iterator[tuple[slice, slice]]:
     """(images, rows of places) that are about a block: whole images, or of one image some rows.
 
     Args:
-        xp: the module of the arrays.
         images: how many there are.
         slide: what slides over them.
         width: numbers of scratch that a place takes.
+        most: numbers of a block.
     """
-    most = BLOCK if xp is np else DEVICE_BLOCK
     down, right = slide.places
     row = max(1, right * width)
     if row * down <= most:

@@ -45,8 +45,9 @@ def max_pool2d_backward(grad: Array, where: Array, slide: Windows) -> Array:
     xp = array_module(grad)
     shape = (len(grad), *slide.image, grad.shape[-1])
     dx = xp.zeros(shape, wide(grad.dtype))
+    grad = widen(grad) if is_half(grad.dtype) else grad
     for (dy, dz), (down, right), (i, j) in slide.elements():
-        part = grad[:, down, right] * (where[:, down, right] == dy * slide.window[1] + dz)
+        part = xp.where(where[:, down, right] == dy * slide.window[1] + dz, grad[:, down, right], grad.dtype.type(0))
         if slide.overlap:
             dx[:, i, j] += part
         else:

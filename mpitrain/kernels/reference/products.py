@@ -9,10 +9,10 @@ import numpy as np
 from mpitrain.backend import Array, array_module, is_half, wide
 from mpitrain.errors import ShapeError
 from mpitrain.kernels.blocks import rows_of
-from mpitrain.kernels.reference.halves import narrow
+from mpitrain.kernels.reference.halves import narrow, widen
 
 
-def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
+def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None, add: bool = False) -> Array:
     """`a @ b` over the last two dims, by BLAS whatever the strides and dtypes; half precision multiplies in float32.
 
     Args:
@@ -20,10 +20,15 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
         b: (..., k, m) or (k,).
         out: where to write; its dtype may be wider than that of a and b, and a product of halves then is not rounded.
         dtype: of the result, where `out` does not say; None: that of a and b together.
+        add: to what is in `out`.
 
     Raises:
         ShapeError: a is float16 and b bfloat16, or the other way round.
     """
+    if add:
+        assert out is not None, "there is nothing to add to"
+        out += matmul(a, b, dtype=wide(out.dtype))
+        return out
     xp = array_module(a, b)
     common = product_dtype(a, b)
     compute = wide(common)
@@ -38,6 +43,30 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
         out[...] = product
         return out
     return product if product.dtype == result else product.astype(result)
+
+
+def linear(x: Array, w: Array, bias: Array, dtype: Any = None) -> Array:
+    """`x @ w + bias`, of halves rounded once.
+
+    Args:
+        x: (..., k).
+        w: (k, m).
+        bias: (m,).
+        dtype: of the result; None: that of x and w together.
+    """
+    dtype = product_dtype(x, w) if dtype is None else np.dtype(dtype)
+    return shifted(matmul(x, w, dtype=wide(dtype)), bias, dtype)
+
+
+def shifted(product: Array, bias: Array, dtype: Any) -> Array:
+    """A product, which is changed, plus a bias, in a dtype."""
+    product += bias
+    return product if product.dtype == dtype else narrow(product, dtype)
+
+
+def factor(x: Array) -> Array:
+    """x as a factor of several products: halves in float32, so that those which multiply in that widen it once."""
+    return widen(x) if is_half(x.dtype) else x
 
 
 def product_dtype(a: Array, b: Array) -> Any:
@@ -82,7 +111,7 @@ def row_sum(ids: Array, rows: Array, out: Array) -> None:
     The rows of one id are added in the order in which they stand, so the result is the same on every run.
 
     Args:
-        ids: (n,) int64, each in [0, t).
+        ids: (n,) int64, each below t; a negative one is nobody's, and its row is left out.
         rows: (n, m); the sums of halves are formed in float32.
         out: (t, m), added to; its dtype may be wider than that of rows.
     """
@@ -93,7 +122,9 @@ def row_sum(ids: Array, rows: Array, out: Array) -> None:
         return
     order = xp.argsort(ids, kind="stable")
     ids = ids[order]
-    starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]]))
+    starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]]) & (ids >= 0))
+    if not starts.size:
+        return
     sums = xp.add.reduceat(rows[order].astype(wide(rows.dtype), copy=False), starts, axis=0)
     if is_half(out.dtype):
         sums += out[ids[starts]]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpitrain.backend import Array, array_module
 from mpitrain.kernels.blocks import vector_blocks
+from mpitrain.kernels.reference.halves import narrow
+from mpitrain.kernels.several import AdamwRun, Several, SgdRun
 
 
 def adamw(
@@ -104,3 +107,93 @@ def sum_of_squares(x: Array) -> Any:
         part = vector[block].astype(np.float64, copy=False)
         total = total + array_module(x).dot(part, part)
     return total
+
+
+def adamw_runs(runs: Several[AdamwRun], *, update: int, lr: float, beta1: float, beta2: float, eps: float) -> None:
+    """`adamw` of all runs, and halves that are the rounding of their new weights.
+
+    Args:
+        runs: each with a factor on `lr` and a weight decay of its own.
+        update, lr, beta1, beta2, eps: as for `adamw`.
+    """
+    each_run(adamw, narrow, runs, update=update, lr=lr, beta1=beta1, beta2=beta2, eps=eps)
+
+
+def each_run(
+    adamw: Callable[..., None], narrow: Callable[..., Any], runs: Several[AdamwRun], *, lr: float, **numbers: Any
+) -> None:
+    """`adamw_runs` by the kernels that take one run."""
+    for p, g, m, v, halves, rate, decay in runs:
+        adamw(p, g, m, v, lr=lr * rate, weight_decay=decay, **numbers)
+        if halves is not None:
+            narrow(p, halves.dtype, out=halves)
+
+
+def sgd(
+    p: Array, g: Array, u: Array | None, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
+) -> None:
+    """One update of gradient descent in place of the weights p and their velocity u by the gradient g.
+
+        d = g + weight_decay p          u = momentum u + d
+        p = p - lr u                    or, with Nesterov,   p = p - lr (d + momentum u)
+
+    Args:
+        p: weights, a vector.
+        g: their gradient, of the same length and dtype; kept.
+        u: velocity; None: it is d, and nothing is kept.
+        lr: learning rate.
+        momentum: mu; 0 where there is no velocity.
+        nesterov: step by the velocity as it will be after the next decay.
+        weight_decay: L2 penalty, part of the gradient.
+    """
+    xp = array_module(p)
+    for block, scratch in vector_blocks(p):
+        weights, d = p[block], g[block]
+        if u is None:
+            if weight_decay:
+                xp.multiply(weights, 1.0 - lr * weight_decay, out=weights)
+            xp.multiply(d, lr, out=scratch)
+            xp.subtract(weights, scratch, out=weights)
+            continue
+        velocity = u[block]
+        if weight_decay:
+            xp.multiply(weights, weight_decay, out=scratch)
+            xp.add(scratch, d, out=scratch)
+            d = scratch
+        xp.multiply(velocity, momentum, out=velocity)
+        xp.add(velocity, d, out=velocity)
+        if nesterov:
+            # p - lr d first, while scratch still holds d, then p - lr mu u.
+            xp.multiply(d, lr, out=scratch)
+            xp.subtract(weights, scratch, out=weights)
+            xp.multiply(velocity, lr * momentum, out=scratch)
+        else:
+            xp.multiply(velocity, lr, out=scratch)
+        xp.subtract(weights, scratch, out=weights)
+
+
+def sgd_runs(runs: Several[SgdRun], *, lr: float, momentum: float, nesterov: bool) -> None:
+    """`sgd` of all runs, and halves that are the rounding of their new weights.
+
+    Args:
+        runs: each with a factor on `lr` and a weight decay of its own.
+        lr, momentum, nesterov: as for `sgd`.
+    """
+    each_sgd(narrow, runs, lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+def each_sgd(narrow: Callable[..., Any], runs: Several[SgdRun], *, lr: float, **numbers: Any) -> None:
+    """`sgd_runs` by the kernels that take one run."""
+    for p, g, u, halves, rate, decay in runs:
+        sgd(p, g, u, lr=lr * rate, weight_decay=decay, **numbers)
+        if halves is not None:
+            narrow(p, halves.dtype, out=halves)
+
+
+def sums_of_squares(arrays: Several[Array]) -> Any:
+    """`sum_of_squares` of each of the arrays.
+
+    Returns:
+        Numbers, a list; on a device they stay there, as an array (n,) of float64.
+    """
+    return [sum_of_squares(x) for x in arrays]

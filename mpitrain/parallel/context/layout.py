@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import Array
+from mpitrain.backend import Array, at_hand
 from mpitrain.kernels.blocks import first_key
 
 
@@ -128,7 +128,7 @@ def first_keys(documents: Array) -> Array | None:
     Returns:
         int64 (b, s).
     """
-    if not isinstance(documents, np.ndarray) or documents.ndim != 2:
+    if not at_hand(documents) or documents.ndim != 2:
         return None
     here = np.arange(documents.shape[1])
     borders = np.ones(documents.shape, bool)

@@ -25,12 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpitrain.autograd.needs import EXACT, NEAR
 from mpitrain.autograd.ops.attention import Attention, attend, attend_backward, by_head, merge, rounded, split_heads
 from mpitrain.autograd.tensor import Tensor
-from mpitrain.backend import Array, array_module, wide
+from mpitrain.backend import Array, array_module, at_hand, wide
 from mpitrain.collectives import Arrow
 from mpitrain.comm.communicator import Communicator
 from mpitrain.parallel.context.hops import BACKWARD, FORWARD, Sums, around
@@ -167,7 +165,7 @@ class Pairing:
         if self.documents is not None:
             mine, theirs = (self.documents[:, self._positions(rank)] for rank in (self.axis.rank, source))
             mask = same_document(mine[:, part.queries], theirs[:, part.keys])[:, None]
-            if self.xp is np and not mask.any():
+            if at_hand(mask) and not mask.any():
                 return None  # only computing is left out, so a rank may decide by itself; a device would have to wait
         if self.rows is not None:
             rows, keys = self.rows[..., part.queries], self._positions(source)[part.keys]

@@ -176,8 +176,7 @@ def _capacity(routing: Routing, lengths: Array | None, tokens: int, xp: Array) -
     """Places of an expert for each row: one number, or (b, 1, 1)."""
     if lengths is None:
         return routing.capacity(tokens)
-    places = routing.capacities(to_host(lengths))
-    return (places if xp is np else xp.asarray(places)).reshape(-1, 1, 1)
+    return xp.asarray(routing.capacities(to_host(lengths))).reshape(-1, 1, 1)
 
 
 def _runs(positions: Array | None, length: int, axis: Communicator) -> tuple[list[int], int]:

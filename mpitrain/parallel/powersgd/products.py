@@ -14,9 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpitrain.backend import Array, array_module
-
-BLOCK = 1 << 15
-"""Elements of a product that are made at a time, so that they stay in cache while the columns pass over them."""
+from mpitrain.kernels.blocks import row_blocks
 
 
 def orthonormal(x: Array) -> Array:
@@ -74,10 +72,9 @@ def outer_sum(p: Array, q: Array, out: Array) -> None:
     """
     xp = array_module(out)
     n, m, r = out.shape[-2], out.shape[-1], p.shape[-1]
-    rows = max(1, BLOCK // max(1, m))
     columns = [xp.ascontiguousarray(q[..., j])[:, None, :] for j in range(r)]
-    for start in range(0, n, rows):
-        block, left = out[:, start : start + rows], p[:, start : start + rows]
+    for rows in row_blocks(xp, n, m):
+        block, left = out[:, rows], p[:, rows]
         if not r:
             block[...] = 0
         for j, right in enumerate(columns):

@@ -21,6 +21,13 @@ struct mt_brain { unsigned short bits; };
     type *const name = reinterpret_cast<type *>(mt_dynamic_shared)
 #endif
 
+/* The loop that follows becomes straight code, so that arrays it counts through stay in registers. */
+#ifdef __CUDACC__
+#define MT_UNROLL _Pragma("unroll")
+#else
+#define MT_UNROLL
+#endif
+
 #if REAL_IS_FLOAT
 #define MT_SQRT sqrtf
 #define MT_LOG logf
@@ -71,7 +78,7 @@ static __device__ __forceinline__ void mt_narrow(float x, mt_half *out) {
     const unsigned int sign = (u.bits >> 16) & 0x8000u, size = u.bits & 0x7fffffffu;
     unsigned int half;
     if (size > 0x7f800000u) {
-        half = 0x7e00u;
+        half = 0x7fffu;
     } else if (size >= 0x477ff000u) { /* 65520 and more round to infinity */
         half = 0x7c00u;
     } else if (size < 0x38800000u) { /* below 2^-14: adding 0.5 leaves a multiple of 2^-24 in the low bits */
@@ -110,6 +117,38 @@ static __device__ __forceinline__ REAL mt_rounded(REAL x) {
     STORE y;
     mt_store(&y, x);
     return mt_load(&y);
+}
+
+/* a b + c with one rounding, said outright: the same bits whatever the compiler makes of the code around it. */
+static __device__ __forceinline__ REAL mt_fma(REAL a, REAL b, REAL c) {
+#if REAL_IS_FLOAT
+    return fmaf(a, b, c);
+#else
+    return fma(a, b, c);
+#endif
+}
+
+/* Four neighbours that are moved as one: 8 bytes of halves, 16 of floats, 32 of doubles. */
+template <typename T>
+struct alignas(4 * sizeof(T)) mt_four { T at[4]; };
+
+/* Whether an array that begins here can be read by fours. */
+template <typename T>
+static __device__ __forceinline__ bool mt_by_fours(const T *p) {
+    return reinterpret_cast<size_t>(p) % sizeof(mt_four<T>) == 0;
+}
+
+template <typename T>
+static __device__ __forceinline__ void mt_load_four(const T *p, REAL *x) {
+    const mt_four<T> four = *reinterpret_cast<const mt_four<T> *>(p);
+    for (int k = 0; k < 4; k++) x[k] = (REAL)mt_load(&four.at[k]);
+}
+
+template <typename T>
+static __device__ __forceinline__ void mt_store_four(T *p, const REAL *x) {
+    mt_four<T> four;
+    for (int k = 0; k < 4; k++) mt_store(&four.at[k], x[k]);
+    *reinterpret_cast<mt_four<T> *>(p) = four;
 }
 
 /* Elements i, i + all threads, ... below n: one after the other whatever the grid. */
