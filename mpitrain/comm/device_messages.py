@@ -67,6 +67,8 @@ def _settled(world: World, choice: str, device: Device) -> str:
     if isinstance(transport, LocalTransport):
         if device.ranks < world.size:
             return f"{STAGED}: the ranks have several devices"
+        if os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") not in ("", "0"):
+            return f"{STAGED}: every thread has a stream of its own"
         transport.takes_device = True
         return "as they are: the ranks are threads with one device"
     if not isinstance(transport, MpiTransport):

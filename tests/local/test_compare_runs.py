@@ -14,7 +14,6 @@ import pytest
 from compared_runs import ALONE, case, compared, other_gradients, other_values, run
 
 import mpitrain.parallel.tensor
-import mpitrain.pipeline.executor
 from mpitrain import kernels
 from mpitrain.autograd.ops.attention import Attention
 from mpitrain.autograd.ops.fused import GeluTanh, LayerNorm, Linear
@@ -29,6 +28,7 @@ from mpitrain.debug.recorder import record
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.nn.layers import Gelu
 from mpitrain.parallel.data import FlatReducer
+from mpitrain.parallel.stages import Links
 from mpitrain.pipeline.executor import Executor
 from mpitrain.train import main as train
 
@@ -213,6 +213,17 @@ def other_rows(self: Batch, parts: int) -> list[Batch]:
     return split(self, parts)
 
 
+class Distorted:
+    """A message of which a little more arrives."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+
+    def wait(self) -> Any:
+        return self.request.wait() * 1.001
+
+
+expect = Links.expect
 split = Batch.split
 MISTAKES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str, str]] = {
     "the last bit of a weight": (
@@ -230,7 +241,7 @@ MISTAKES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str, s
     "rows of the batch": ("tp2", lambda: put(Batch, "split", other_rows), "batch", "batch: inputs"),
     "what comes from a stage": (
         "pp2",
-        lambda: put(mpitrain.pipeline.executor, "to_device", lambda x, like: x * 1.001),
+        lambda: put(Links, "expect", lambda *where: [Distorted(request) for request in expect(*where)]),
         "message",
         "message: from stage 0 to stage 1",
     ),

@@ -39,12 +39,17 @@ class Cumsum(Function):
 
     @staticmethod
     def forward(x: Array, *, dim: int) -> tuple[Array, tuple[Any, ...]]:
-        return rounded(widened(x).cumsum(axis=dim), x.dtype), ()
+        return rounded(_running(widened(x), dim), x.dtype), ()
 
     @staticmethod
     def backward(grad: Array, *, wanted: tuple[bool, ...], dim: int) -> tuple[Any, ...]:
         back = (slice(None),) * dim + (slice(None, None, -1),)
-        return (rounded(widened(grad)[back].cumsum(axis=dim)[back], grad.dtype),)
+        return (rounded(_running(widened(grad)[back], dim)[back], grad.dtype),)
+
+
+def _running(x: Array, dim: int) -> Array:
+    """Running sums.  With a dim more: those of one dim alone CuPy adds up in no fixed order (cupy/cupy issue 8350)."""
+    return x[None].cumsum(axis=dim + 1)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- as functions

@@ -97,7 +97,8 @@ def of_gradient(
         found = _sums(table, r, c)
         return Sums(a.shape[0] * b.shape[1], found[0], None, squares, *found[1:])
     if isinstance(grad, RowSum):
-        rows, ids = _wide(grad.rows), to_host(grad.ids)
+        ids = to_host(grad.ids)
+        rows, ids = _wide(grad.rows)[ids >= 0], ids[ids >= 0]
         each = None if r is None else r[ids]
         found = _sums(np.stack(_both(each, len(rows))) @ (rows @ np.stack(_both(c, rows.shape[1]), 1)), r, c)
         return Sums(grad.shape[0] * grad.shape[1], found[0], None, _square(rows), *found[1:])
