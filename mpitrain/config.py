@@ -329,8 +329,8 @@ class Config:
     device: str = choice("cpu", "what computes: the CPU, or for each rank a GPU of its host, by CuPy", DEVICES)
     device_messages: str = choice(
         "auto",
-        "how arrays of GPUs travel: through page-locked memory of the host, by an MPI that takes them as they are, or"
-        " by NCCL; auto asks the MPI, and takes it where it has passed a probe",
+        "how arrays of GPUs travel: staged through page-locked memory of the host, by an mpi that takes them as they"
+        " are, or by nccl, with one rank a GPU; auto: mpi where it passes a probe, else staged",
         DEVICE_MESSAGES,
     )
     deterministic: bool = switch(False, "sum in rank order, one BLAS thread: the same bits on every MPI")

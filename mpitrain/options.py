@@ -217,9 +217,15 @@ def _unknown(word: str, known: Iterable[str]) -> str:
     return f"{show(name)}: no such option.{near}  --help lists all."
 
 
+MEANT = {"gpu": "cuda", "nvidia": "cuda", "cuda:0": "cuda"}
+"""Words that look like another known one than the one that is meant."""
+
+
 def suggest(wrong: object, known: Iterable[str]) -> str:
     """The end of a message that asks for the known word which looks like the wrong one; empty where none does."""
-    near = difflib.get_close_matches(str(wrong)[:100], list(known), n=1, cutoff=0.6)
+    word, words = str(wrong)[:100], list(known)
+    meant = MEANT.get(word.lower())
+    near = [meant] if meant in words else difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"  Did you mean {near[0]}?" if near else ""
 
 

@@ -65,6 +65,11 @@ def _settled(world: World, choice: str, device: Device) -> str:
     if choice == "staged":
         return STAGED
     if isinstance(transport, LocalTransport):
+        if choice == "nccl":
+            raise DeviceError(
+                "--device-messages nccl is for ranks that are processes; here they are threads of one.\n"
+                "  Start with mpirun or ./run_mpi.sh, or leave it at auto."
+            )
         if device.ranks < world.size:
             return f"{STAGED}: the ranks have several devices"
         if os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") not in ("", "0"):

@@ -21,7 +21,7 @@ from mpitrain.comm.device_messages import STAGED, use_device_messages
 from mpitrain.comm.local import LocalWorld
 from mpitrain.comm.world import world
 from mpitrain.device import CPU, Device
-from mpitrain.errors import CommError, ShapeError
+from mpitrain.errors import CommError, DeviceError, ShapeError
 from mpitrain.events import Event, listen
 
 
@@ -201,6 +201,14 @@ def test_ranks_with_several_devices_do_not_hand_arrays_over(cupy):
         return use_device_messages(world(), "auto", Device("cuda", cupy, ranks=1))
 
     assert LocalWorld(2).run(main) == [f"{STAGED}: the ranks have several devices"] * 2
+
+
+def test_threads_do_not_pretend_to_be_processes(cupy):
+    def main() -> None:
+        with pytest.raises(DeviceError, match="--device-messages nccl is for ranks that are processes"):
+            use_device_messages(world(), "nccl", Device("cuda", cupy))
+
+    LocalWorld(2).run(main)
 
 
 def test_one_rank_and_arrays_of_the_host_have_nothing_to_settle(cupy):

@@ -236,6 +236,7 @@ def test_intervals_say_their_ends():
     ("argv", "message"),
     [
         (["--bacth", "4"], "--bacth: no such option.  Did you mean --batch?  --help lists all."),
+        (["--device", "gpu"], "--device gpu: must be one of cpu, cuda.  Did you mean cuda?"),
         (["--seq_len", "4"], "--seq_len: no such option.  Did you mean --seq-len?  --help lists all."),
         (["-batch", "4"], "-batch: no such option.  Did you mean --batch?  --help lists all."),
         (["--bat", "4"], "--bat: no such option.  Did you mean --batch?  --help lists all."),
