@@ -1,14 +1,14 @@
 """One GPU, checked and measured: is every kernel right, is training right, and how fast is it beside PyTorch.
 
-    python benchmarks/gpu_check.py                       everything, in less than 8 minutes
-    python benchmarks/gpu_check.py --parts kernels       one part: kernels, streams, training, speed, commands
-    python benchmarks/gpu_check.py --json FILE --page FILE
+    .venv/bin/python benchmarks/gpu_check.py                    everything, in less than 8 minutes
+    .venv/bin/python benchmarks/gpu_check.py --parts kernels    one part: kernels, streams, training, speed, commands
+    .venv/bin/python benchmarks/gpu_check.py --json FILE --page FILE
 
 It needs CuPy and a GPU, and PyTorch for the comparison: without PyTorch mpitrain is measured alone.  Where there is no
 GPU it says so and ends with exit code 0; where something is wrong, with 1.
 
 Each part is a process of its own, so a kernel that breaks the device, or hangs, costs that part alone.  The result is
-a JSON file and a page of figures beside it.
+a JSON file and a page of figures beside it.  What was not asked for, or had no time left, is said to be not checked.
 """
 
 from __future__ import annotations
@@ -37,13 +37,21 @@ HERE = Path(__file__).resolve().parent
 SHARES = {"kernels": 0.3, "streams": 0.1, "training": 0.12, "speed": 0.38, "commands": 0.1}
 """Of the time that is left when a part begins, beside the parts that follow: what one leaves goes to the next."""
 HANG = 30.0  # seconds that a part may go on beyond its limit before it is ended
+MARKS = {True: "ok ", False: "BAD", None: "-  "}  # of verdicts
 TINY = {"vocab": 64, "layers": 1, "width": 32, "heads": 2, "seq_len": 16, "tied": True, "dropout": 0.0}
 
 
 def main(argv: list[str]) -> int:
     """Run the parts, say what they found, write it."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=list(SHARES),
+        default=list(SHARES),
+        metavar="PART",
+        help=f"which of {', '.join(SHARES)} (all)",
+    )
     parser.add_argument("--minutes", type=float, default=7.5, help="for all parts together (7.5)")
     parser.add_argument("--json", type=Path, help="where the result goes (benchmarks/results/)")
     parser.add_argument("--page", type=Path, help="where the page goes, a .md (beside the result)")
@@ -54,7 +62,7 @@ def main(argv: list[str]) -> int:
     device = _part("device", 90.0, args.tiny)
     if device["lines"]:
         found["device"] = device["lines"][0]
-        _say_device(found["device"])
+        print(gpu_page.device_words(found["device"]), flush=True)
         found["compiled"] = _compiled(args.tiny)
         for place, name in enumerate(args.parts):
             here = SHARES[name] / sum(SHARES[other] for other in args.parts[place:])
@@ -74,16 +82,8 @@ def main(argv: list[str]) -> int:
     verdicts = gpu_page.verdicts(found)
     print()
     for ok, words in verdicts:
-        print(f"{'ok ' if ok else 'BAD'} {words}")
-    return 0 if all(ok for ok, _ in verdicts) else 1
-
-
-def _say_device(facts: dict[str, Any]) -> None:
-    print(
-        f"{facts['name']}, compute capability {facts['capability']}, {facts['memory'] / 2**30:.0f} GiB; CuPy"
-        f" {facts['cupy']}, CUDA {facts['runtime']}, driver for {facts['driver']}",
-        flush=True,
-    )
+        print(f"{MARKS[ok]} {words}")
+    return 1 if any(ok is False for ok, _ in verdicts) else 0
 
 
 def _part(name: str, limit: float, tiny: bool, after: int = 0) -> dict[str, Any]:

@@ -19,9 +19,20 @@ PARTS = {
 GIB = 2**30
 
 
-def verdicts(found: dict[str, Any]) -> list[tuple[bool, str]]:
-    """What was asked, and whether it holds: parts that try things, and whether both sides train the same."""
-    said = []
+def device_words(facts: dict[str, Any]) -> str:
+    """What was checked."""
+    return (
+        f"{facts['name']}, compute capability {facts['capability']}, {facts['memory'] / GIB:.0f} GiB; CuPy"
+        f" {facts['cupy']} for CUDA {facts['runtime']}, driver for CUDA {facts['driver']}"
+    )
+
+
+def verdicts(found: dict[str, Any]) -> list[tuple[bool | None, str]]:
+    """What was asked, and whether it holds: parts that try things, and whether both sides train the same.
+
+    None in the place of right and wrong: this was not checked, for want of time or because nobody asked for it.
+    """
+    said: list[tuple[bool | None, str]] = []
     for name, words in PARTS.items():
         if name in found:
             part = found[name]
@@ -30,20 +41,23 @@ def verdicts(found: dict[str, Any]) -> list[tuple[bool, str]]:
             more = f"; {left} were left out for want of time" if left > 0 else ""
             wrong = f"; wrong: {', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}" if bad else ""
             trouble = f"; {'; '.join(part['troubles'][:3])}" if part["troubles"] else ""
-            ok = not bad and not part["troubles"] and bool(part["things"])
+            ok = not bad and not part["troubles"] and (bool(part["things"]) or (None if left > 0 else False))
             said.append((ok, f"{len(part['things']) - len(bad)} of {part['of']} {words}{more}{wrong}{trouble}"))
     if "speed" in found:
         speed = found["speed"]
         mine = {row["dtype"]: row for row in speed["rows"] if row["side"] == "mpitrain"}
-        troubles = f": {'; '.join(speed['troubles'][:3])}" if speed["troubles"] else ""
-        said.append(
-            (bool(mine) and not speed["troubles"], f"speed was measured in {', '.join(mine) or 'nothing'}{troubles}")
-        )
+        more = f"; {', '.join(speed['left'])} were left out for want of time" if speed["left"] else ""
+        trouble = f"; {'; '.join(speed['troubles'][:3])}" if speed["troubles"] else ""
+        ok = not speed["troubles"] and (bool(mine) or (None if speed["left"] else False))
+        said.append((ok, f"speed was measured in {', '.join(mine) or 'nothing'}{more}{trouble}"))
         for row in speed["rows"]:
             if row["side"] == "PyTorch" and row["dtype"] in mine:
                 gap = abs(row["loss"] - mine[row["dtype"]]["loss"]) / abs(row["loss"])
                 bound = 1e-4 if row["dtype"] == "float32" else 1e-2
                 said.append((gap <= bound, f"first losses in {row['dtype']}, {row['mode']}, differ by {gap:.1e}"))
+    absent = [part for part in (*PARTS, "speed") if part not in found]
+    if absent:
+        said.append((None, f"not checked: {', '.join(absent)}, which --parts did not ask for"))
     return said
 
 
@@ -64,15 +78,15 @@ def _lines(found: dict[str, Any], picture: str) -> Iterator[str]:
         return
     facts = found["device"]
     yield (
-        f"{facts['name']}, compute capability {facts['capability']}, {facts['memory'] / GIB:.0f} GiB; CuPy"
-        f" {facts['cupy']}, CUDA {facts['runtime']}, driver for {facts['driver']}; {found['seconds']:.0f} s in all,"
-        f" commit {found['machine']['commit']}, {found['machine']['time']}."
+        f"{device_words(facts)}; {found['seconds']:.0f} s in all, commit {found['machine']['commit']},"
+        f" {found['machine']['time']}."
     )
     if found["tiny"]:
         yield ""
         yield "**Tiny sizes: this tries the script, and no figure here means anything.**"
     yield ""
-    yield from _table(("", "what"), [("right" if ok else "**WRONG**", words) for ok, words in verdicts(found)])
+    marks = {True: "right", False: "**WRONG**", None: "-"}
+    yield from _table(("", "what"), [(marks[ok], words) for ok, words in verdicts(found)])
     if found.get("speed", {}).get("rows"):
         yield from _speed(found, picture)
     yield from _troubles(found)
@@ -87,15 +101,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _speed(found: dict[str, Any], picture: str) -> Iterator[str]:
     speed, facts = found["speed"], found["device"]
-    config, batch = speed["task"]["config"], speed["task"]["batch"]
-    parameters = max(row["parameters"] for row in speed["rows"])
+    config = speed["task"]["config"]
     yield ""
     yield "## Training beside PyTorch"
     yield ""
     yield (
-        f"GPT of {parameters / 1e6:.0f} M parameters ({config['layers']} layers, width {config['width']},"
-        f" {config['heads']} heads, vocabulary {config['vocab']:,}, tied), {batch} sequences of {config['seq_len']}"
-        f" tokens a step, AdamW, clipping. {speed['flops'] / 1e12:.2f} TFLOP a step (72 B L s h^2 (1 + s/6h + V/12hL))."
+        f"{_trained(speed)}; {config['layers']} layers, width {config['width']}, {config['heads']} heads, vocabulary"
+        f" {config['vocab']:,}, tied; AdamW, clipping. {_large(speed['flops'])}FLOP a step"
+        " (72 B L s h^2 (1 + s/6h + V/12hL))."
     )
     if speed["torch"]:
         yield f"PyTorch was not measured: {speed['torch']}."
@@ -116,6 +129,9 @@ def _speed(found: dict[str, Any], picture: str) -> Iterator[str]:
     looked = [row for row in speed["rows"] if "host_ms" in row]
     head = ("side", "precision", "step, ms", "host, ms", "device, ms", "host / step", "device idle", "waits")
     yield from _table(head, [_looked_row(row) for row in looked])
+    yield ""
+    yield "Step, host, device and kernels were timed in steps of their own each, kernels with a stamp before and after"
+    yield "every call: where a step is small the stamps are much of it, and shares may pass 100 %."
     for row in looked:
         if row["kernels"]:
             yield ""
@@ -128,6 +144,22 @@ def _speed(found: dict[str, Any], picture: str) -> Iterator[str]:
         yield ""
         head = ("operation", "precision", "mpitrain, ms", "PyTorch, ms", "ratio", "mpitrain reaches")
         yield from _table(head, [_op_row(row, facts["name"]) for row in speed["ops"]])
+        yield ""
+        yield "Ratio: mpitrain's time over PyTorch's. Below 1 mpitrain is the faster one."
+
+
+def _trained(speed: dict[str, Any]) -> str:
+    parameters = max(row["parameters"] for row in speed["rows"])
+    batch, length = speed["task"]["batch"], speed["task"]["config"]["seq_len"]
+    return f"GPT of {_large(parameters)} parameters, {batch} x {length} tokens a step"
+
+
+def _large(number: float) -> str:
+    """Its first digits and what they count: "124.4 M", "21.5 k"."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g} {letter}"
+    return f"{number:.0f}"
 
 
 def _peaks(facts: dict[str, Any]) -> str:
@@ -180,7 +212,7 @@ def _op_row(row: dict[str, Any], name: str) -> list[str]:
     if mine and row["flops"]:
         most = peak(name, row["dtype"])
         share = f", {row['flops'] / mine * 1e3 / most:.0%} of the peak" if most else ""
-        reached = f"{row['flops'] / mine / 1e9:.1f} TFLOP/s{share}"
+        reached = f"{_large(row['flops'] / mine * 1e3)}FLOP/s{share}"
     elif mine and row["bytes"]:
         chip = chip_of(name)
         share = f", {row['bytes'] / mine / 1e6 / chip.memory:.0%} of the memory's" if chip else ""
@@ -209,4 +241,6 @@ def _picture(found: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return plots.bars("Tokens a second", f"{found['device']['name']}; * autocast", bars)
+    precisions = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
+    words = f"{found['device']['name']}; {_trained(found['speed'])}; {precisions}; * autocast"
+    return plots.bars("Tokens a second", words, bars)

@@ -30,7 +30,7 @@ import mpitrain  # noqa: F401 - before NumPy (mpitrain/blas.py)
 
 # isort: split
 from mpitrain import kernels
-from mpitrain.device import Device, open_device
+from mpitrain.device import Device, cuda_version, open_device
 
 BROKEN = 3
 """Exit code of a process whose device takes no more work."""
@@ -71,8 +71,8 @@ def device_facts(device: Device) -> dict[str, Any]:
         "count": device.count,
         "capability": f"{found['major']}.{found['minor']}",
         "processors": int(found.get("multiProcessorCount", 0)),
-        "driver": int(runtime.driverGetVersion()),
-        "runtime": int(runtime.runtimeGetVersion()),
+        "driver": cuda_version(int(runtime.driverGetVersion())),
+        "runtime": cuda_version(int(runtime.runtimeGetVersion())),
         "cupy": str(device.xp.__version__),
     }
 

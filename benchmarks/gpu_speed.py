@@ -30,6 +30,7 @@ ROUNDS = 5
 ROUND = 2.0  # seconds of a side
 WARM = 3  # steps before the rounds
 BUILD_LIMIT = 120.0  # seconds for a side to start, or to make its model
+LEAST = 30.0  # seconds that an answer may take though less time is left: a side that is late then did not hang
 GIB = 2**30
 
 
@@ -157,8 +158,13 @@ def measured(
         say: progress.
         torch_device: where PyTorch trains; None: it does not.
         rounds, seconds: of a precision, and of a side in each.
+
+    Returns:
+        `rows` of trainings and `ops` of single operations; in `left` what was left out for want of time, in `troubles`
+        what went wrong.
     """
-    found: dict[str, Any] = {"task": task._asdict(), "flops": task.flops, "rows": [], "ops": [], "troubles": []}
+    found: dict[str, Any] = {"task": task._asdict(), "flops": task.flops, "rows": [], "ops": []}
+    found |= {"troubles": [], "left": []}
     found["torch"] = "" if torch_device and importlib.util.find_spec("torch") else "PyTorch is not installed"
     with tempfile.TemporaryDirectory(prefix="mpitrain-gpu-") as folder:
         values = Path(folder) / "values.npz"
@@ -173,8 +179,8 @@ def measured(
                 if float(facts["capability"]) < 8 and pair.mine == "bfloat16":
                     continue
                 if left() < 20:
-                    found["troubles"].append("no time was left for all precisions")
-                    break
+                    found["left"].append(pair.mine)
+                    continue
                 found["rows"] += _pair(pair, task, facts, sides, found, left, say, rounds, seconds)
             _ops(task, facts, sides, found, left, say)
         except Failed as error:
@@ -216,7 +222,7 @@ def _pair(
             continue
         try:
             built = side.ask(BUILD_LIMIT, do="build", dtype=dtype, mode=mode, task=task._asdict())
-            once = side.ask(left(), do="run", steps=WARM)["seconds"] / WARM
+            once = side.ask(max(LEAST, left()), do="run", steps=WARM)["seconds"] / WARM
         except Failed as error:
             found["troubles"].append(f"{dtype}, {mode}: {error}")
             say(f"  BAD  {dtype}, {mode}: {error}")
@@ -229,7 +235,7 @@ def _pair(
         for name in list(rows) if number % 2 == 0 else list(reversed(rows)):
             if left() > 15 or number == 0:
                 steps = rows[name]["steps"]
-                took = sides[name].ask(left(), do="run", steps=steps)
+                took = sides[name].ask(max(LEAST, left()), do="run", steps=steps)
                 rows[name]["times"].append(took["seconds"] / steps)
                 rows[name]["last_loss"] = took["loss"]
     for name, row in rows.items():
@@ -237,7 +243,7 @@ def _pair(
         row["tokens_per_s"] = task.tokens / row["seconds"]
         row["mfu"] = mfu(task.flops, row["seconds"], peak(facts["name"], row["dtype"]))
         try:
-            row |= sides[name].ask(max(30.0, left()), do="look", busy=task.busy)
+            row |= sides[name].ask(max(LEAST, left()), do="look", busy=task.busy)
             sides[name].ask(60.0, do="drop")
         except Failed as error:
             found["troubles"].append(f"{name}, {row['dtype']}: {error}")
@@ -266,25 +272,23 @@ def _ops(
     weights = max((row["parameters"] for row in found["rows"]), default=1)
     size = task.size(min(weights, 2**27))
     dtypes = ["bfloat16", "float32"] if float(facts["capability"]) >= 8 else ["float16", "float32"]
-    for dtype in dtypes:
-        for name in OPS:
-            if left() < 10:
-                found["troubles"].append("no time was left for all operations")
-                return
-            if name.endswith("(float32)") and dtype != dtypes[0]:
-                continue
-            row: dict[str, Any] = {"name": name, "dtype": dtype}
-            for key, side in sides.items():
-                try:
-                    row[key] = side.ask(min(60.0, left()), do="op", name=name, dtype=dtype, size=list(size))["ms"]
-                except Failed as error:
-                    found["troubles"].append(f"{name}, {dtype}: {error}")
-                    row[key] = None
-                    if side.gone:
-                        raise
-            op = OPS[name]
-            row["flops"], row["bytes"] = op.done(size), op.moved(size) * itemsize(name, dtype)
-            found["ops"].append(row)
+    works = [(name, dtype) for dtype in dtypes for name in OPS if dtype == dtypes[0] or not name.endswith("(float32)")]
+    for number, (name, dtype) in enumerate(works):
+        if left() < 10:
+            found["left"].append(f"{len(works) - number} of {len(works)} operations")
+            break
+        row: dict[str, Any] = {"name": name, "dtype": dtype}
+        for key, side in sides.items():
+            try:
+                row[key] = side.ask(LEAST, do="op", name=name, dtype=dtype, size=list(size))["ms"]
+            except Failed as error:
+                found["troubles"].append(f"{name}, {dtype}: {error}")
+                row[key] = None
+                if side.gone:
+                    raise
+        op = OPS[name]
+        row["flops"], row["bytes"] = op.done(size), op.moved(size) * itemsize(name, dtype)
+        found["ops"].append(row)
     say(f"  {len(found['ops'])} operations, one by one")
 
 

@@ -143,24 +143,32 @@ def open_device(kind: str, local_rank: int = 0) -> Device:
     return Device(kind, cupy, number, count, name, int(found["totalGlobalMem"]), identity)
 
 
+def cuda_version(number: int) -> str:
+    """A version as CUDA counts it, in words: 13020 is 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 def _imported() -> Any:
     """CuPy.
 
     Raises:
         DeviceError: it is not installed, or does not load.
     """
+    # Of streams that share a queue of the device one waits for the other, and channels of messages have each their own.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         import cupy
 
+        if not hasattr(cupy, "cuda"):  # an empty folder that was left behind
+            raise ImportError("its package is empty")
         return cupy
     except ModuleNotFoundError as error:
         if error.name != "cupy":
             raise DeviceError(_unloadable(error)) from error
         raise DeviceError(
-            f"--device cuda needs CuPy, which is not installed: {sys.executable} -m pip install 'mpitrain[cuda13]'\n"
-            "(cuda12 where `nvidia-smi` shows a CUDA version below 13).  Or take --device cpu."
+            f"--device cuda needs CuPy, which is not installed: {_install()}.\nOr take --device cpu."
         ) from None
-    except ImportError as error:  # CuPy's own message is a page
+    except Exception as error:  # whatever half an installation raises; CuPy's own message is a page
         raise DeviceError(_unloadable(error)) from error
 
 
@@ -168,9 +176,13 @@ def _unloadable(error: Exception) -> str:
     cause = error.__cause__ or error
     return (
         f"--device cuda: CuPy is installed and does not load: {_first_line(cause)}.\n"
-        f"Uninstall all of CuPy, then install one: {sys.executable} -m pip install 'mpitrain[cuda13]'.  Or take"
-        " --device cpu."
+        f"Uninstall all of CuPy, then install one: {_install()}.  Or take --device cpu."
     )
+
+
+def _install() -> str:
+    """How CuPy is installed: one of its wheels."""
+    return f"{sys.executable} -m pip install 'mpitrain[cuda13]' ('mpitrain[cuda12]' where the driver is for CUDA 12)"
 
 
 def _count(cupy: Any) -> int:
@@ -197,7 +209,8 @@ def _count(cupy: Any) -> int:
         )
     if driver // 1000 < needed // 1000:
         raise DeviceError(
-            f"--device cuda: the NVIDIA driver is for CUDA {_version(driver)}, this CuPy for CUDA {_version(needed)}.\n"
+            f"--device cuda: the NVIDIA driver is for CUDA {cuda_version(driver)}, this CuPy for CUDA"
+            f" {cuda_version(needed)}.\n"
             f"Take a newer driver, or the CuPy for this one: pip install 'mpitrain[cuda{driver // 1000}]' in the place"
             " of the other."
         )
@@ -206,11 +219,6 @@ def _count(cupy: Any) -> int:
     raise DeviceError(
         f"--device cuda: {why}{hides}.\nAsk the scheduler for one (Slurm: --gpus-per-task=1), or take --device cpu."
     )
-
-
-def _version(number: int) -> str:
-    """13020 is 13.2."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _text(name: Any) -> str:

@@ -17,18 +17,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpitrain.comm.cuda_aware import takes_device_memory
 from mpitrain.comm.mpi_transport import MpiTransport
-from mpitrain.comm.nccl import connect
+from mpitrain.comm.nccl import agree, connect
 from mpitrain.comm.threads import LocalTransport
 from mpitrain.comm.transport import Pending, Transport
 from mpitrain.comm.world import World
 from mpitrain.device import Device
 from mpitrain.errors import CommError, DeviceError
+from mpitrain.recording.outside import heard
 
 STAGED = "through page-locked memory of the host"
 PROBE_SECONDS = 20.0  # the first message of device memory loads libraries and opens devices to each other
@@ -64,7 +66,9 @@ def _settled(world: World, choice: str, device: Device) -> str:
     transport = world.transport
     if choice == "staged":
         return STAGED
-    if isinstance(transport, LocalTransport):
+    # A replay asks nobody: it is told what the ranks have found, and all messages are answered whichever way they went.
+    kind = heard("what carries messages", lambda: _kind(transport))
+    if kind == "threads":
         if choice == "nccl":
             raise DeviceError(
                 "--device-messages nccl is for ranks that are processes; here they are threads of one.\n"
@@ -74,17 +78,20 @@ def _settled(world: World, choice: str, device: Device) -> str:
             return f"{STAGED}: the ranks have several devices"
         if os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") not in ("", "0"):
             return f"{STAGED}: every thread has a stream of its own"
-        transport.takes_device = True
+        if isinstance(transport, LocalTransport):
+            transport.takes_device = True
         return "as they are: the ranks are threads with one device"
-    if not isinstance(transport, MpiTransport):
+    if kind != "mpi":
         return STAGED
     if choice == "nccl":
-        nccl = connect(world, device)
-        world.carry(nccl)
-        return f"as they are, by {nccl.library}"
+        library = agree(world, device)
+        if isinstance(transport, MpiTransport):
+            world.carry(connect(world, device))
+        return f"as they are, by {library}"
     refusal = _refusal(world, choice, device)
     if not refusal:
-        transport.take_device(device.use)
+        if isinstance(transport, MpiTransport):
+            transport.take_device(device.use)
         return f"as they are, by {world.library}"
     if choice == "mpi":
         raise DeviceError(
@@ -95,23 +102,33 @@ def _settled(world: World, choice: str, device: Device) -> str:
     return f"{STAGED}: {refusal}"
 
 
+def _kind(transport: Transport) -> str:
+    if isinstance(transport, LocalTransport):
+        return "threads"
+    return "mpi" if isinstance(transport, MpiTransport) else "others"
+
+
 def _refusal(world: World, choice: str, device: Device) -> str:
     """Why MPI is not to be given device memory, the same on all ranks; "" if it is."""
-    said = world.exchange(takes_device_memory(sys.modules["mpi4py.MPI"].__file__ or ""))
+    said = world.exchange(heard("whether MPI takes memory of devices", _takes_device_memory))
     if False in said:
         return f"{world.library} says that it takes no memory of devices"
     if None in said and choice != "mpi":
         return f"{world.library} does not say whether it takes memory of devices (--device-messages mpi tries)"
     group = world.transport.group(tuple(range(world.size)), "the probe of device messages")
-    assert isinstance(group, MpiTransport)
-    group.takes_device = True
+    if isinstance(group, MpiTransport):
+        group.takes_device = True
     for probe in (_ring, _everybody):  # one after the other: who has seen one fail is missing in the next
-        found = world.exchange(_failure(probe, group, device.xp))
+        found = world.exchange(heard("what went wrong in a probe", partial(_failure, probe, group, device.xp)))
         failed = [f"the probe of {world.library} failed on rank {rank}: {why}" for rank, why in enumerate(found) if why]
         if failed:
             return failed[0]  # the group stays: messages in flight on it must meet no others
     group.close()
     return ""
+
+
+def _takes_device_memory() -> bool | None:
+    return takes_device_memory(sys.modules["mpi4py.MPI"].__file__ or "")
 
 
 def _failure(probe: Callable[[Transport, Any], None], group: Transport, xp: Any) -> str:

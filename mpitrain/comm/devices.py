@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mpitrain.comm.together import together
 from mpitrain.comm.world import World
 from mpitrain.device import CPU, Device, open_device
+from mpitrain.recording.outside import heard
 
 
 class Memory(NamedTuple):
@@ -52,7 +53,7 @@ def device_of_rank(world: World, kind: str) -> Device:
     local_rank = hosts[: world.rank].count(world.host)
     device = together(world, lambda: open_device(kind, local_rank))
     assert device is not None
-    found = world.exchange([device.identity, device.name])
+    found = world.exchange(heard("its device", lambda: [device.identity, device.name]))
     crowds = Counter((host, identity) for host, (identity, _) in zip(hosts, found, strict=True))
     others = sorted({name for _, name in found} - {device.name})
     return replace(device, ranks=max(crowds.values()), others=tuple(others))

@@ -28,40 +28,52 @@ import numpy as np
 
 from mpitrain.comm.chunked import Several
 from mpitrain.comm.mistakes import MAX_TAG
-from mpitrain.comm.nccl_channels import Channels, Rank, bindings, on_host, unique_id
+from mpitrain.comm.nccl_channels import Channels
+from mpitrain.comm.nccl_line import Rank, bindings, on_host, unique_id
 from mpitrain.comm.together import together
 from mpitrain.comm.transport import Array, Pending, Transport
 from mpitrain.comm.wire import blocks
 from mpitrain.comm.world import World
 from mpitrain.device import Device
 from mpitrain.errors import CommError, DeviceError
+from mpitrain.recording.outside import heard
 
 ID_BYTES = 128  # of a communicator's name, NCCL_UNIQUE_ID_BYTES
 EAGER = "NCCL_RUNTIME_CONNECT"  # 0: the members of a communicator connect for collectives when it is made
 
 
+def agree(world: World, device: Device) -> str:
+    """Whether NCCL can go between the devices of all ranks.  Collective over the world.
+
+    Returns:
+        What it is: `NCCL 2.28.3`.
+
+    Raises:
+        DeviceError: NCCL is not installed on some rank, or ranks share a device; on every rank, before NCCL begins.
+    """
+    found = world.exchange(heard("its host and device", lambda: [world.host, device.identity]))
+    shared = max(Counter(tuple(one) for one in found if one[1]).values(), default=1)
+    library = together(world, lambda: heard("its NCCL", lambda: _checked(max(shared, device.ranks))))
+    assert library is not None
+    return library
+
+
 def connect(world: World, device: Device) -> NcclTransport:
-    """NCCL between the devices of all ranks.  Collective over the world, before any group of its ranks is made.
+    """NCCL between the devices of all ranks, that have agreed.  Collective, before any group of them is made.
 
     Args:
         world: all ranks, over whose transport ids, host arrays and barriers go.
         device: of this rank.
 
-    Raises:
-        DeviceError: NCCL is not installed on some rank, or ranks share a device; on every rank, before NCCL begins.
-
     Cost: NCCL looks for links and opens them, about a second; each group made later takes a part of that again,
     and some memory of the device.
     """
-    found = world.exchange([world.host, device.identity])
-    shared = max(Counter(tuple(one) for one in found if one[1]).values(), default=1)
-    nccl = together(world, lambda: _checked(max(shared, device.ranks)))
     os.environ.setdefault(EAGER, "0")
-    return NcclTransport(Rank(world.transport, device, nccl, world.mode, "world"))
+    return NcclTransport(Rank(world.transport, device, bindings(), world.mode, "world"))
 
 
-def _checked(ranks: int) -> Any:
-    """The bindings, if NCCL loads and takes so many ranks a device."""
+def _checked(ranks: int) -> str:
+    """What NCCL is, if it loads and takes so many ranks a device."""
     nccl = bindings()
     if not nccl.available:
         raise DeviceError(
@@ -73,7 +85,7 @@ def _checked(ranks: int) -> Any:
             f"--device-messages nccl: {ranks} ranks share one device, and NCCL takes one rank a device.\n"
             "Start as many ranks as there are devices, or take --device-messages staged."
         )
-    return nccl
+    return version(nccl)
 
 
 def installed() -> str:

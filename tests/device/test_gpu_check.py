@@ -109,6 +109,7 @@ def test_the_facts_of_a_device(cupy: Any, tmp_path: Path) -> None:
     (facts,) = run("device", tmp_path / "lines")
     assert facts["name"] == "Stand-in"
     assert facts["memory"] > 2**30
+    assert float(facts["driver"]) >= float(facts["runtime"]) >= 12
 
 
 def test_a_part_ends_in_time(cupy: Any, tmp_path: Path) -> None:
@@ -181,6 +182,25 @@ def test_a_part_that_cannot_begin_tells_why(monkeypatch: pytest.MonkeyPatch) -> 
     found = gpu_check._part("device", 60.0, True)
     assert found["lines"] == []
     assert found["error"] == words
+
+
+def test_what_was_not_asked_for_is_said_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    facts = {"name": "One", "memory": 2**36, "capability": "9.0", "cupy": "14", "runtime": "13.0", "driver": "13.0"}
+    lines = {"device": [facts], "compile": [line(0)], "streams": [{"of": 1}, line(0)], "training": [{"of": 9}]}
+    part = {name: {"lines": found, "code": 0, "error": ""} for name, found in lines.items()}
+    monkeypatch.setattr(gpu_check, "_part", lambda name, *args: part[name])
+    to = ["--json", str(tmp_path / "found.json"), "--parts"]
+    assert gpu_check.main([*to, "streams", "training"]) == 0
+    said = capsys.readouterr().out
+    assert "One, compute capability 9.0, 64 GiB; CuPy 14 for CUDA 13.0, driver for CUDA 13.0" in said
+    assert "\nok  1 of 1 ways to read something stale, and memory\n" in said
+    assert "\n-   0 of 9 training runs, against NumPy in float64; 9 were left out for want of time\n" in said
+    assert "\n-   not checked: kernels, commands, speed, which --parts did not ask for\n" in said
+    part["streams"]["lines"][1]["ok"] = False
+    assert gpu_check.main([*to, "streams"]) == 1
+    assert "\nBAD 0 of 1 ways" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------------- timing

@@ -154,7 +154,10 @@ def played(**how: Any) -> Played:
 
 
 REFUSED = {
-    "no CuPy": (None, r"needs CuPy, which is not installed: .*mpitrain\[cuda13\].*\n.*--device cpu"),
+    "no CuPy": (
+        None,
+        r"needs CuPy, which is not installed: .* 'mpitrain\[cuda13\]' \('mpitrain\[cuda12\]' .*\)\.\n.*--device cpu",
+    ),
     "no driver": (played(count=0, versions=(0, 13000)), r"no NVIDIA driver here .*nvidia-smi.*\n.*--device cpu"),
     "an old driver": (
         played(count=0, versions=(12040, 13000)),
@@ -191,7 +194,13 @@ def test_a_list_of_visible_devices_that_hides_all_is_named(cupy, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [ImportError("CuPy failed\n  a page\n  of it"), ModuleNotFoundError(name="fastrlock")]
+    "error",
+    [
+        ImportError("CuPy failed\n  a page\n  of it"),
+        ModuleNotFoundError(name="fastrlock"),
+        OSError("libcudart.so.12: wrong ELF class"),
+        SyntaxError("invalid syntax"),
+    ],
 )
 def test_a_cupy_that_does_not_load_is_not_taken_for_a_missing_one(cupy, monkeypatch, error):
     class Broken:
@@ -202,9 +211,15 @@ def test_a_cupy_that_does_not_load_is_not_taken_for_a_missing_one(cupy, monkeypa
     cupy(None)
     monkeypatch.delitem(sys.modules, "cupy")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    with pytest.raises(DeviceError, match="installed and does not load") as caught:
+    with pytest.raises(DeviceError, match=r"installed and does not load.*\n.*cuda13\].*cuda12\]") as caught:
         open_device("cuda")
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_an_empty_folder_is_no_cupy(cupy):
+    cupy(ModuleType("cupy"))
+    with pytest.raises(DeviceError, match="does not load: its package is empty"):
+        open_device("cuda")
 
 
 def test_what_one_rank_lacks_all_ranks_are_told(cupy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,3 +95,18 @@ def test_a_rank_that_dies_ends_the_job(mpirun: Callable[..., Run], tmp_path: Pat
     assert run.code not in (0, None), run.output
     assert run.seconds < 25.0
     assert "left" in run.output or "rank 1" in run.output, run.output
+
+
+@pytest.mark.parametrize("way", ["nccl", pytest.param("auto", marks=pytest.mark.slow)])
+def test_what_ranks_found_of_their_devices_is_replayed_and_not_asked_again(
+    mpirun: Callable[..., Run], tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "text").write_text("".join(LINE.format(n, n % 7) for n in range(50)))
+    sizes = "--layers 1 --width 8 --heads 2 --seq-len 6 --batch 4 --steps 1 --sample-length 0 --tp 2"
+    paths = ["--data", str(tmp_path / "text"), "--run", str(tmp_path / "run"), "--record", str(tmp_path / "recording")]
+    words = [*sizes.split(), *paths, "--device", "cuda", "--device-messages", way]
+    run = mpirun(2, sys.executable, TRAIN, *words, timeout=60, env=stand_in(2))
+    assert run.code == 0, run.output
+    words = [sys.executable, "-m", "mpitrain", "replay", str(tmp_path / "recording"), "--rank", "1"]
+    again = subprocess.run(words, env={**os.environ, **stand_in(2)}, capture_output=True, text=True, timeout=60)
+    assert "rank 1 replayed, bit by bit the same" in again.stdout, again.stdout + again.stderr

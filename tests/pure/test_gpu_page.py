@@ -74,17 +74,17 @@ def found(**more: Any) -> dict[str, Any]:
     things = [{"name": "layer_norm 5x33, float32", "ok": True, "found": 0.3, "seconds": 0.1, "number": 0}]
     part = {"things": things, "of": 1, "troubles": [], "seconds": 1.0}
     speed = {
-        "task": Task(GPT_125M, 8)._asdict(), "flops": Task(GPT_125M, 8).flops, "torch": "", "troubles": [],
+        "task": Task(GPT_125M, 8)._asdict(), "flops": Task(GPT_125M, 8).flops, "torch": "", "troubles": [], "left": [],
         "rows": [row("mpitrain", "bfloat16"), row("PyTorch", "bfloat16", "autocast", kernels={}, loss=11.001)],
         "ops": [
             {"name": "attention", "dtype": "bfloat16", "mpitrain": 0.2, "PyTorch": 0.1, "flops": 1e10, "bytes": 0},
             {"name": "GELU", "dtype": "bfloat16", "mpitrain": 0.1, "PyTorch": None, "flops": 0, "bytes": 1e8},
         ],
     }  # fmt: skip
-    facts = {"name": "NVIDIA H200", "memory": 139 << 30, "capability": "9.0", "cupy": "14.2.0", "runtime": 13000}
+    facts = {"name": "NVIDIA H200", "memory": 139 << 30, "capability": "9.0", "cupy": "14.2.0", "runtime": "13.0"}
     return {
         "machine": {"commit": "abc", "time": "now"}, "tiny": False, "seconds": 400.0,
-        "device": {**facts, "driver": 13000},
+        "device": {**facts, "driver": "13.2"},
         "compiled": part, "kernels": part, "streams": part, "training": part, "commands": part, "speed": speed, **more,
     }  # fmt: skip
 
@@ -101,10 +101,26 @@ def test_a_page_has_the_figures(tmp_path: Path) -> None:
     assert "| mpitrain | bfloat16 | 55.0 | 11.0 | 44.0 | 20% | 20% | 2 |" in text
     assert "| matmul | 30.00 | 96 | 68.2% |" in text
     assert "| everything else | 10.00 |  | 22.7% |" in text
-    assert "| attention | bfloat16 | 0.200 | 0.100 | 2.00 | 50.0 TFLOP/s, 5% of the peak |" in text
+    assert "| attention | bfloat16 | 0.200 | 0.100 | 2.00 | 50 TFLOP/s, 5% of the peak |" in text
     assert "| GELU | bfloat16 | 0.100 | - | - | 1,000 GB/s, 21% of the memory's |" in text
+    assert "CuPy 14.2.0 for CUDA 13.0, driver for CUDA 13.2; 400 s in all" in text
+    assert "GPT of 124 M parameters, 8 x 1024 tokens a step; 12 layers" in text
+    assert "AdamW, clipping. 7.001 TFLOP a step" in text
     assert "What is wrong" not in text
-    assert "148,945" in (tmp_path / "page.svg").read_text()
+    assert "not checked" not in text
+    picture = (tmp_path / "page.svg").read_text()
+    assert "148,945" in picture
+    assert ">NVIDIA H200; GPT of 124 M parameters, 8 x 1024 tokens a step; bfloat16; * autocast<" in picture
+
+
+def test_small_sizes_are_in_units_of_their_own(tmp_path: Path) -> None:
+    speed = found()["speed"]
+    speed["flops"] = 21_500_000
+    for one in speed["rows"]:
+        one["parameters"] = 14_880
+    text = page(tmp_path, found(speed=speed))
+    assert "GPT of 14.88 k parameters" in text
+    assert " 21.5 MFLOP a step" in text
 
 
 def test_a_page_says_that_nothing_was_checked(tmp_path: Path) -> None:
@@ -113,7 +129,7 @@ def test_a_page_says_that_nothing_was_checked(tmp_path: Path) -> None:
 
 
 def bad(result: dict[str, Any]) -> list[str]:
-    return [words for ok, words in gpu_page.verdicts(result) if not ok]
+    return [words for ok, words in gpu_page.verdicts(result) if ok is False]
 
 
 def test_all_that_is_wrong_is_said(tmp_path: Path) -> None:
@@ -138,6 +154,36 @@ def test_what_is_left_out_for_want_of_time_is_said_and_no_failure() -> None:
     result = found(kernels={**found()["kernels"], "of": 5})
     assert bad(result) == []
     assert "4 were left out for want of time" in gpu_page.verdicts(result)[1][1]
+
+
+def test_speed_that_had_no_time_for_all_is_no_failure(tmp_path: Path) -> None:
+    left = ["float32", "float16", "30 of 36 operations"]
+    result = found(speed={**found()["speed"], "left": left})
+    assert bad(result) == []
+    words = "speed was measured in bfloat16; float32, float16, 30 of 36 operations were left out for want of time"
+    assert f"| right | {words} |" in page(tmp_path, result)
+    assert "What is wrong" not in page(tmp_path, result)
+
+
+@pytest.mark.parametrize("part", ["kernels", "speed"])
+def test_what_had_no_time_at_all_is_neither_right_nor_wrong(tmp_path: Path, part: str) -> None:
+    nothing = {"things": [], "of": 5} if part != "speed" else {"rows": [], "left": ["bfloat16"]}
+    result = found(**{part: {**found()[part], **nothing}})
+    said = {words: ok for ok, words in gpu_page.verdicts(result) if "for want of time" in words}
+    assert list(said.values()) == [None]
+    assert f"| - | {next(iter(said))} |" in page(tmp_path, result)
+    result[part]["troubles"] = ["it hung"]
+    assert "it hung" in bad(result)[0]
+
+
+def test_speed_that_measured_nothing_is_wrong() -> None:
+    assert bad(found(speed={**found()["speed"], "rows": []})) == ["speed was measured in nothing"]
+
+
+def test_parts_that_nobody_asked_for_are_said_to_be_not_checked(tmp_path: Path) -> None:
+    result = {name: part for name, part in found().items() if name not in ("kernels", "streams", "speed")}
+    assert bad(result) == []
+    assert "| - | not checked: kernels, streams, speed, which --parts did not ask for |" in page(tmp_path, result)
 
 
 def test_sides_that_train_something_else_are_no_comparison() -> None:

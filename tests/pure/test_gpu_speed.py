@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_speed
 from gpu_ops import OPS
 
+WORKS = 2 * len(OPS) - sum(name.endswith("(float32)") for name in OPS)
 TASK = gpu_speed.Task({"vocab": 64, "layers": 2, "width": 32, "heads": 2, "seq_len": 16}, 4)
 FACTS = {"name": "NVIDIA H200", "capability": "9.0"}
 SIDE = """
@@ -88,7 +89,7 @@ def test_every_operation_is_measured_on_both_sides(measured: Any) -> None:
     ops = measured()[0]["ops"]
     assert {row["name"] for row in ops} == set(OPS)
     assert all(row["mpitrain"] == row["PyTorch"] == 0.5 for row in ops)
-    assert len(ops) == 2 * len(OPS) - sum(name.endswith("(float32)") for name in OPS)
+    assert len(ops) == WORKS
     assert all(row["flops"] or row["bytes"] for row in ops)
 
 
@@ -128,5 +129,35 @@ def test_a_side_that_hangs_is_not_waited_for(measured: Any, monkeypatch: pytest.
 def test_without_time_it_is_said_that_something_was_left_out(measured: Any) -> None:
     found, asked = measured(seconds=1.0)
     assert found["rows"] == []
-    assert any("no time was left" in trouble for trouble in found["troubles"])
+    assert found["troubles"] == []
+    assert found["left"] == ["bfloat16", "float32", "float16", f"{WORKS} of {WORKS} operations"]
     assert asked == []
+
+
+def test_what_there_was_time_for_is_kept(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds run down with each question whether any are left."""
+    times = iter([60.0, *[16.0] * 9, *[12.0] * 12, *[9.0] * 99])
+    monkeypatch.setattr(gpu_speed, "remember", lambda start, total: lambda: next(times))
+    found, _ = measured()
+    assert [row["dtype"] for row in found["rows"]] == ["bfloat16"] * 2
+    assert found["troubles"] == []
+    assert found["left"][:2] == ["float32", "float16"]
+    assert found["left"][2] == f"{WORKS - len(found['ops'])} of {WORKS} operations"
+    assert found["ops"]
+
+
+def test_a_step_that_takes_longer_than_the_time_that_is_left_is_no_trouble(
+    measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes more than the second for which an answer is waited for at least."""
+    monkeypatch.setattr(gpu_speed, "LEAST", 1e9)
+    limits: list[float] = []
+    own = gpu_speed.Side.ask
+
+    def ask(side: Any, limit: float, **command: Any) -> Any:
+        limits.append(limit) if command["do"] == "run" else None
+        return own(side, limit, **command)
+
+    monkeypatch.setattr(gpu_speed.Side, "ask", ask)
+    measured()
+    assert set(limits) == {1e9}

@@ -31,7 +31,7 @@ IMPORTS = {
     "mpitrain/__init__.py": "names in a table of its own",
     "mpitrain/verify/run.py": "the script that the user names",
     "mpitrain/replay/run.py": "the same; never one that a recording names",
-    "mpitrain/comm/nccl_channels.py": "CuPy's bindings of NCCL, which stand in no list of its own",
+    "mpitrain/comm/nccl_line.py": "CuPy's bindings of NCCL, which stand in no list of its own",
 }
 """Files that import, or run, a module by a name which is not written there."""
 WRITES = {
