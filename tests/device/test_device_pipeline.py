@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from often import some
 from strict_array import crossings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS))
 def test_steps_and_evaluation_have_the_bits_of_numpy(cupy, numpy_kernels, layout):
     ranks, how = LAYOUTS[layout]
     how = {"sizes": SMALL, "micros": 4, "batch": 4, "steps": 2, **how}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from often import some
 from strict_array import crossings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the checks are
@@ -60,7 +61,7 @@ def run(xp: Any, micros: int = 1, deterministic: bool = False, **how: Any) -> di
     return train(w, micros, steps=4, xp=xp, **how)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS, 2))
 def test_losses_norms_gradients_weights_and_moments_have_the_bits_of_numpy(cupy, numpy_kernels, layout):
     ranks, how = LAYOUTS[layout]
     on_device = LocalWorld(ranks).run(lambda: run(cupy, **how))

@@ -917,7 +917,7 @@ SHOWN_COMMANDS = {
 }
 FIRST_PAGE = {
     command for block in BLOCKS if str(block).startswith("README.md") for command in commands_of(block)
-}  # the others of the documents are run by CI, here one of three
+}  # the others of the documents are run by CI, here one of six
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -972,7 +972,7 @@ def marks(command: str, mpi: str) -> list[pytest.MarkDecorator]:
     if "_digits_" in command or command.endswith("benchmarks/gist.py"):
         missing = find_spec("sklearn") is None
         found.append(pytest.mark.skipif(missing, reason="scikit-learn is not installed, which brings the digits"))
-    if command not in FIRST_PAGE and [*COMMANDS].index(command) % 3:
+    if command not in FIRST_PAGE and [*COMMANDS].index(command) % 6:
         found.append(pytest.mark.slow)
     return found
 
