@@ -1,6 +1,6 @@
 """One GPU, checked and measured: is every kernel right, is training right, and how fast is it beside PyTorch.
 
-    .venv/bin/python benchmarks/gpu_check.py                    everything, in less than 8 minutes
+    .venv/bin/python benchmarks/gpu_check.py                    everything, within 8 minutes
     .venv/bin/python benchmarks/gpu_check.py --parts kernels    one part: kernels, streams, training, speed, commands
     .venv/bin/python benchmarks/gpu_check.py --json FILE --page FILE
 

@@ -2,7 +2,8 @@
 
 The figures are those that NVIDIA's data sheets give for dense products, without sparsity: float32 without tensor cores
 (and without TF32), halves on tensor cores with sums in float32, as mpitrain and PyTorch have them by default.  Boards
-that run at a lower clock or power limit reach less.
+that run at a lower clock or power limit reach less.  They were written down from memory of these sheets: look yours up
+before you quote a share.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def open_device(kind: str, local_rank: int = 0) -> Device:
     Raises:
         DeviceError: CuPy, the driver or a GPU is missing, or the GPU is too old or refuses to work.
 
-    Cost: CuPy is imported (about a second) and a context is made on the GPU (half a second, some hundred MB there).
+    Cost: CuPy is imported, and a context is made on the GPU, which takes memory there; neither was measured.
     """
     assert kind in DEVICES, kind
     if kind == "cpu":

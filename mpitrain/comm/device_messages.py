@@ -54,7 +54,7 @@ def use_device_messages(world: World, choice: str, device: Device) -> str:
     Raises:
         DeviceError: what is asked for by its name does not work here.  On every rank.
 
-    Cost: with an MPI that says it takes device memory a probe of some 10 ms, and what the library does before its first
+    Cost: with an MPI that says it takes device memory a short probe, and what the library does before its first
     such message; else one small message.
     """
     if device.kind != "cpu" and world.size > 1:

@@ -65,8 +65,8 @@ def connect(world: World, device: Device) -> NcclTransport:
         world: all ranks, over whose transport ids, host arrays and barriers go.
         device: of this rank.
 
-    Cost: NCCL looks for links and opens them, about a second; each group made later takes a part of that again,
-    and some memory of the device.
+    Cost: NCCL looks for links and opens them; each group made later takes a part of that again, and some memory of
+    the device.  Not measured.
     """
     os.environ.setdefault(EAGER, "0")
     return NcclTransport(Rank(world.transport, device, bindings(), world.mode, "world"))

@@ -46,7 +46,7 @@ def launch(
             REAL; NumPy's scalars, as what they are; None, as a null pointer.
         shared: bytes of dynamic shared memory.
 
-    Cost: about 5 us of the host, whatever the kernel does.
+    Cost: the host does the same little, whatever the kernel does.
     """
     grid = blocks if isinstance(blocks, tuple) else (blocks,)
     if not all(grid):
